@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A tree of the fork to work on, in the place where Python imports it from.
+
+The base's files with the patches applied; the overlay as links into the
+repository, so that a change there is seen at once. After a change of a patch
+`sync` brings the tree up to date.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import StackError
+from .fork import Fork
+from .wheel import BaseWheel
+
+STATE = "state.json"
+
+
+def tree_path(root: Path) -> Path:
+    return root / "build" / "editable"
+
+
+def create(fork: Fork, base_file: Path, tree: Path) -> None:
+    # Nothing must fail once the old tree is gone.
+    with BaseWheel(base_file) as base:
+        fork.edits(base.get)
+        shutil.rmtree(tree, ignore_errors=True)
+        tree.mkdir(parents=True)
+        for info in base.infolist():
+            if info.filename.startswith(base.dist_info):
+                continue
+            path = base.extract(info, tree)
+            # zipfile drops the permissions.
+            if info.external_attr >> 16 & 0o111:
+                os.chmod(path, 0o755)
+    _save_state(fork, tree, [])
+    sync(fork, base_file, tree)
+
+
+def sync(fork: Fork, base_file: Path, tree: Path) -> None:
+    """Bring the tree's patched files and overlay up to date."""
+    state = _load_state(fork, tree)
+    with BaseWheel(base_file) as base:
+        edits = fork.edits(base.get)
+        managed = [*edits, *fork.overlay]
+        # Before the first write: whatever an interrupted run has left, the next
+        # one knows of.
+        _save_state(fork, tree, {*state, *managed})
+        for path in state:
+            if path not in managed:
+                _write(tree / path, base.get(path))
+        for path, data in edits.items():
+            _write(tree / path, data)
+    for path, source in fork.overlay.items():
+        _link(tree / path, source)
+    _save_state(fork, tree, managed)
+
+
+def _write(path: Path, data: bytes | None) -> None:
+    if data is None:
+        path.unlink(missing_ok=True)
+    elif path.is_symlink() or not path.is_file() or path.read_bytes() != data:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(path.name + ".new")
+        draft.write_bytes(data)
+        os.replace(draft, path)
+    else:
+        return
+    _forget_bytecode(path)
+
+
+def _link(path: Path, source: Path) -> None:
+    if path.is_symlink() and path.readlink() == source:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.symlink_to(source)
+    _forget_bytecode(path)
+
+
+def _forget_bytecode(path: Path) -> None:
+    # Bytecode is told stale by size and whole seconds: two edits within one
+    # second can look the same.
+    for cached in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
+        cached.unlink(missing_ok=True)
+
+
+def _identity(fork: Fork) -> dict[str, str]:
+    return {"version": fork.version, "base_sha256": fork.distribution.sha256}
+
+
+def _save_state(fork: Fork, tree: Path, managed: Iterable[str]) -> None:
+    state = _identity(fork) | {"managed": sorted(managed)}
+    draft = tree / f"{STATE}.new"
+    draft.write_text(json.dumps(state, indent=2))
+    os.replace(draft, tree / STATE)
+
+
+def _load_state(fork: Fork, tree: Path) -> list[str]:
+    try:
+        state = json.loads((tree / STATE).read_text())
+    except (OSError, ValueError):
+        raise StackError(
+            f"There is no editable tree in {tree}; `pip install -e .` makes it."
+        ) from None
+    managed = state.pop("managed")
+    if state != _identity(fork):
+        raise StackError(
+            f"The editable tree in {tree} is of {state['version']}, the repository "
+            f"is at {fork.version}: run `pip install -e .` again."
+        )
+    return managed

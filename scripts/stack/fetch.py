@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Pinned distributions, from the user's package index or the cache."""
+
+import ast
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import platformdirs
+from unearth import PackageFinder
+from unearth.errors import HashMismatchError
+
+from .errors import StackError
+from .pins import Distribution
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def pip_settings() -> dict[str, str]:
+    """Return pip's configuration as it stands: files, then environment.
+
+    pip is asked, because only pip knows all the places and their order. It
+    names a setting "global.index-url", "download.index-url" or
+    ":env:.index-url"; the later of these wins.
+    """
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode:
+        raise StackError(
+            "pip cannot read its configuration: "
+            f"{(listing.stderr.strip().splitlines() or ['no reason given'])[-1]}"
+        )
+    found: dict[str, dict[str, str]] = {"global": {}, "download": {}, ":env:": {}}
+    for line in listing.stdout.splitlines():
+        key, _, value = line.partition("=")
+        section, _, name = key.rpartition(".")
+        if section in found:
+            found[section][name] = ast.literal_eval(value)
+    return found["global"] | found["download"] | found[":env:"]
+
+
+def package_finder() -> PackageFinder:
+    settings = pip_settings()
+    if "cert" in settings:
+        # unearth has no such option, but its client reads this variable.
+        os.environ.setdefault("SSL_CERT_FILE", settings["cert"])
+    if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
+        indexes = []
+    else:
+        # Sources that are given replace unearth's default, also where they are
+        # only additions to it, so the default has to be given too.
+        default = [source["url"] for source in PackageFinder().sources]
+        indexes = settings.get("index-url", "").split() or default
+        indexes += settings.get("extra-index-url", "").split()
+    return PackageFinder(
+        index_urls=indexes,
+        find_links=settings.get("find-links", "").split(),
+        trusted_hosts=settings.get("trusted-host", "").split(),
+        # A CUDA wheel or an sdist may be wanted on any machine.
+        ignore_compatibility=True,
+    )
+
+
+def cache_dir() -> Path:
+    return platformdirs.user_cache_path("vllm-fork")
+
+
+def fetch(distribution: Distribution) -> Path:
+    """Return a local copy of the distribution whose hash is the pinned one."""
+    cached = cache_dir() / distribution.sha256 / distribution.file
+    if cached.is_file():
+        if sha256(cached) == distribution.sha256:
+            return cached
+        cached.unlink()
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the move into place is atomic.
+    with tempfile.TemporaryDirectory(dir=cached.parent) as scratch:
+        os.replace(_download(distribution, Path(scratch)), cached)
+    return cached
+
+
+def _download(distribution: Distribution, folder: Path) -> Path:
+    finder = package_finder()
+    try:
+        links = [
+            package.link
+            for package in finder.find_all_packages(
+                distribution.project, allow_yanked=True
+            )
+            if package.link.filename == distribution.file
+        ]
+    except Exception as e:
+        raise StackError(
+            f"The package index could not be searched for {distribution.file}: {e}"
+        ) from e
+    if not links:
+        raise StackError(
+            f"{distribution.file} is on none of the package indexes that pip is "
+            "configured to use."
+        )
+    print(f"Downloading {distribution.file}", file=sys.stderr, flush=True)
+    try:
+        found = finder.download(
+            links[0], folder, hashes={"sha256": [distribution.sha256]}
+        )
+    except HashMismatchError as e:
+        raise StackError(
+            f"{distribution.file} from the package index is not the pinned file: its "
+            f"sha256 is {e.actual['sha256']}, patches/upstream.toml has "
+            f"{distribution.sha256}."
+        ) from e
+    except Exception as e:
+        raise StackError(f"{distribution.file} could not be downloaded: {e}") from e
+    # A file of a local index is not copied by unearth, but named where it lies.
+    if found.parent != folder:
+        found = Path(shutil.copy(found, folder))
+    return found

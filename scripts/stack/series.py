@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The ordered patches of a base: reading and applying them.
+
+A patch applies only where its hunks say, to lines that are byte for byte the
+ones it shows. What git and patch(1) tolerate, a hunk that fits some lines
+further down, is how a hook ends up in the wrong function.
+"""
+
+import hashlib
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from unidiff import Hunk, PatchedFile, PatchSet
+from unidiff.constants import LINE_TYPE_NO_NEWLINE
+from unidiff.errors import UnidiffParseError
+
+from .errors import StackError
+
+
+@dataclass(frozen=True)
+class Patch:
+    name: str
+    text: str
+
+    @property
+    def message(self) -> str:
+        """What stands before the diff: mail headers and commit message."""
+        return self.text[: self._diff_start]
+
+    @cached_property
+    def files(self) -> PatchSet:
+        # The message stays out: a line of it may look like a diff's. So do
+        # blank lines at the end, which unidiff takes for context.
+        diff = self.text[self._diff_start :].rstrip("\n") + "\n"
+        try:
+            return PatchSet(io.StringIO(diff))
+        except UnidiffParseError as e:
+            raise StackError(f"{self.name} is not a valid patch: {e}.") from e
+
+    @property
+    def _diff_start(self) -> int:
+        start = self.text.find("\ndiff --git ")
+        return len(self.text) if start < 0 else start + 1
+
+
+def load(folder: Path) -> list[Patch]:
+    """Read the patches that the folder's series lists, in its order."""
+    try:
+        names = (folder / "series").read_text().split()
+        return [Patch(name, _read(folder / name)) for name in names]
+    except (OSError, UnicodeDecodeError) as e:
+        raise StackError(f"The series in {folder} cannot be read: {e}.") from e
+
+
+def _read(path: Path) -> str:
+    # Python would turn CRLF into LF, and a patch of CRLF would then seem to fit.
+    return path.read_bytes().decode()
+
+
+def stack_hash(patches: Iterable[Patch]) -> str:
+    digest = hashlib.sha256()
+    for patch in patches:
+        data = patch.text.encode()
+        digest.update(f"{patch.name}\0{len(data)}\0".encode() + data)
+    return digest.hexdigest()
+
+
+def apply(
+    patches: Iterable[Patch],
+    read: Callable[[str], bytes | None],
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> dict[str, bytes | None]:
+    """Return what the patched files hold afterwards, None for a deleted one.
+
+    Nothing is written, so a patch that fails leaves nothing half-applied.
+
+    Args:
+        patches: The series.
+        read: Gives a base file's content, None where the base has no such file.
+        wanted: Tells which paths take part; edits of others are left out.
+    """
+    changed: dict[str, bytes | None] = {}
+    for patch in patches:
+        if not patch.files:
+            raise StackError(f"{patch.name} does not apply: it changes no file.")
+        for file in patch.files:
+            path = file.path
+            if not wanted(path):
+                continue
+            before = changed[path] if path in changed else read(path)
+            try:
+                changed[path] = _apply_file(file, before)
+            except ValueError as e:
+                raise StackError(
+                    f"{patch.name} does not apply to {path}: {e}."
+                ) from e
+    return changed
+
+
+def _apply_file(file: PatchedFile, before: bytes | None) -> bytes | None:
+    if file.is_rename or file.is_binary_file:
+        raise ValueError("renames and binary changes are not supported")
+    if file.is_added_file != (before is None):
+        raise ValueError(
+            "the base has no such file"
+            if before is None
+            else "the base already has a file of this name"
+        )
+    lines = _lines((before or b"").decode())
+    result: list[str] = []
+    done = 0
+    for hunk in file:
+        old, new = _sides(hunk)
+        # A hunk that shows no old line names the line it comes after.
+        start = hunk.source_start - (1 if old else 0)
+        if start < done or lines[start : start + len(old)] != old:
+            raise ValueError(
+                f"the lines at {hunk.source_start} are not those that the patch shows"
+            )
+        result += lines[done:start] + new
+        done = start + len(old)
+        if len(result) != hunk.target_start - (1 if new else 0) + len(new):
+            raise ValueError(f"the hunk at {hunk.source_start} is misnumbered")
+    result += lines[done:]
+    if file.is_removed_file:
+        if result:
+            raise ValueError("the file to be deleted has other lines as well")
+        return None
+    return "".join(result).encode()
+
+
+def _sides(hunk: Hunk) -> tuple[list[str], list[str]]:
+    old: list[str] = []
+    new: list[str] = []
+    last: tuple[list[str], ...] = ()
+    for line in hunk:
+        if line.line_type == LINE_TYPE_NO_NEWLINE:
+            for side in last:
+                side[-1] = side[-1].removesuffix("\n")
+            continue
+        last = (new,) if line.is_added else (old,) if line.is_removed else (old, new)
+        for side in last:
+            side.append(line.value)
+    return old, new
+
+
+def _lines(text: str) -> list[str]:
+    # Not splitlines(), which also splits at form feeds and the like.
+    return list(io.StringIO(text, newline="\n"))
