@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 # Before any import of the tooling, which older releases of Python cannot read.
 if sys.version_info < (3, 11):  # noqa: UP036
     raise SystemExit(
-        "The fork needs Python 3.11 or newer, this is %d.%d." % sys.version_info[:2]
+        "The fork needs Python 3.11 or newer, this is "
+        f"{sys.version_info[0]}.{sys.version_info[1]}."
     )
 
 

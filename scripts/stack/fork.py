@@ -46,10 +46,9 @@ class Fork:
 
         Args:
             read: Gives a file of the base's wheel, None where there is none.
+
         """
-        edits = series.apply(
-            self.patches, read, lambda path: path.startswith("vllm/")
-        )
+        edits = series.apply(self.patches, read, lambda path: path.startswith("vllm/"))
         for path in self.overlay:
             if path in edits or read(path) is not None:
                 raise StackError(

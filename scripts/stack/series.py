@@ -82,6 +82,7 @@ def apply(
         patches: The series.
         read: Gives a base file's content, None where the base has no such file.
         wanted: Tells which paths take part; edits of others are left out.
+
     """
     changed: dict[str, bytes | None] = {}
     for patch in patches:
@@ -95,9 +96,7 @@ def apply(
             try:
                 changed[path] = _apply_file(file, before)
             except ValueError as e:
-                raise StackError(
-                    f"{patch.name} does not apply to {path}: {e}."
-                ) from e
+                raise StackError(f"{patch.name} does not apply to {path}: {e}.") from e
     return changed
 
 

@@ -40,9 +40,9 @@ def detect() -> Target:
             f"The fork is built for Linux on {' or '.join(MACHINES)}, "
             f"not for {system} on {machine}."
         )
-    device = os.environ.get("VLLM_TARGET_DEVICE")
-    if device is None:
-        device = "cuda" if has_nvidia_driver() else "cpu"
+    device = os.environ.get("VLLM_TARGET_DEVICE") or (
+        "cuda" if has_nvidia_driver() else "cpu"
+    )
     if device not in ("cpu", "cuda"):
         raise StackError(
             f"VLLM_TARGET_DEVICE is {device!r}; the fork is built for 'cpu' or 'cuda'."

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Run our tests and upstream's, and add the two up; scripts/test calls this.
+
+Arguments go to pytest. Paths choose: one of ours, one of upstream's (as it is
+called in upstream's tree), or both.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stack import fetch, pins, upstream_tests
+from stack.errors import StackError
+
+ROOT = Path(__file__).resolve().parent.parent
+SELECTION = ROOT / "tests" / "upstream" / "selection.toml"
+
+# pytest's options whose value, given apart, must not be taken for a path.
+VALUED = {"-k", "-m", "-p", "-o", "-c", "-W", "-r", "-n", "--deselect", "--ignore"}
+
+# pytest's exit codes for "all passed" and "nothing was selected".
+PASSED, NOTHING_RAN = 0, 5
+
+
+@dataclass
+class Arguments:
+    options: list[str] = field(default_factory=list)
+    ours: list[str] = field(default_factory=list)
+    upstream: list[str] = field(default_factory=list)
+
+    @property
+    def any_path(self) -> bool:
+        return bool(self.ours or self.upstream)
+
+
+def sort_arguments(argv: list[str], root: Path, upstream: Path) -> Arguments:
+    args = Arguments()
+    value_follows = False
+    for arg in argv:
+        path = arg.partition("::")[0]
+        if value_follows or arg.startswith("-"):
+            args.options.append(arg)
+        elif (root / path).exists():
+            args.ours.append(arg)
+        elif (upstream / path).exists():
+            args.upstream.append(arg)
+        else:
+            raise StackError(f"There is no test {path}, neither ours nor upstream's.")
+        value_follows = arg in VALUED and not value_follows
+    return args
+
+
+def pytest(folder: Path, args: list[str], report: Path) -> tuple[int, Counter]:
+    """Run pytest in the folder; return its exit code and the outcomes."""
+    command = [sys.executable, "-m", "pytest", "-rs", f"--junitxml={report}", *args]
+    code = subprocess.run(command, cwd=folder).returncode
+    if code in (PASSED, 1, NOTHING_RAN) and report.exists():
+        return code, outcomes(report)
+    # Stopped on the way: usage, an internal error, a signal.
+    return code, Counter(failed=1)
+
+
+def outcomes(report: Path) -> Counter:
+    counts: Counter = Counter()
+    for case in ElementTree.parse(report).iter("testcase"):
+        tags = {child.tag for child in case}
+        if tags & {"failure", "error"}:
+            counts["failed"] += 1
+        elif "skipped" in tags:
+            counts["skipped"] += 1
+        else:
+            counts["passed"] += 1
+    return counts
+
+
+def run(argv: list[str], scratch: Path) -> int:
+    base = pins.load_base(ROOT)
+    upstream = upstream_tests.unpacked(
+        base, fetch.fetch(base.sdist), ROOT / "build" / "upstream-tests"
+    )
+    selection = tomllib.loads(SELECTION.read_text())
+    args = sort_arguments(argv, ROOT, upstream)
+
+    total: Counter = Counter()
+    codes = []
+    if args.ours or not args.any_path:
+        code, counts = pytest(ROOT, [*args.options, *args.ours], scratch / "ours.xml")
+        codes.append(code)
+        total += counts
+    stop = total["failed"] and not {"-x", "--exitfirst"}.isdisjoint(args.options)
+    if (args.upstream or not args.any_path) and not stop:
+        print(
+            f"\nUpstream's tests of vLLM {base.version}, against the fork:", flush=True
+        )
+        left_out = [f"--deselect={test}" for test in selection["deselected"]]
+        code, counts = pytest(
+            upstream,
+            [*args.options, *left_out, *(args.upstream or selection["files"])],
+            scratch / "upstream.xml",
+        )
+        codes.append(code)
+        total += counts
+        for test, reason in selection["deselected"].items():
+            print(f"Left out: {test}: {reason}")
+
+    failed = total["failed"] or any(c not in (PASSED, NOTHING_RAN) for c in codes)
+    if not total:
+        print("Nothing ran: no test fits the arguments.")
+    print(
+        f"{total['passed']} passed, {total['failed']} failed, "
+        f"{total['skipped']} skipped"
+    )
+    return 1 if failed or not total else 0
+
+
+def main() -> int:
+    # Where pytest looks for the overlay's neighbours, the fork must be found,
+    # and not what lies in the current folder.
+    os.chdir(ROOT)
+    try:
+        with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
+            return run(sys.argv[1:], Path(scratch))
+    except StackError as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a patch has to be, beyond applying."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import patchform, series
+from .errors import StackError
+from .series import Patch
+
+# A hook is a line or a few; more than this belongs into a module of its own.
+MAX_ADDED_LINES = 40
+
+FIELDS = ("Upstream-Status", "Remove-When", "Signed-off-by")
+
+
+def problems(folder: Path) -> list[str]:
+    """Return one sentence for everything that is wrong with the series."""
+    patches = series.load(folder)
+    names = [patch.name for patch in patches]
+    found = [
+        f"{name}: listed twice in the series."
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    found += [
+        f"{path.name}: not listed in the series."
+        for path in sorted(folder.glob("*.patch"))
+        if path.name not in names
+    ]
+    for patch in patches:
+        found += [f"{patch.name}: {problem}" for problem in _problems(patch)]
+    return found
+
+
+def _problems(patch: Patch) -> Iterator[str]:
+    yield from _form_problems(patch)
+    yield from _message_problems(patch)
+    try:
+        files = patch.files
+    except StackError as e:
+        yield str(e)
+        return
+    for file in files:
+        if file.added > MAX_ADDED_LINES and not _field(patch, "Size-Reason"):
+            yield (
+                f"adds {file.added} lines to {file.path}, more than "
+                f"{MAX_ADDED_LINES}, and gives no Size-Reason."
+            )
+        for line in (line for hunk in file for line in hunk if line.is_added):
+            if re.search(r"[ \t\r]\n?\Z", line.value):
+                yield (
+                    f"line {line.target_line_no} of {file.path} ends with white space."
+                )
+
+
+def _form_problems(patch: Patch) -> Iterator[str]:
+    if not patch.text.startswith(patchform.ZERO_COMMIT):
+        yield "does not begin with git format-patch's line for commit 0."
+    if "\r" in patch.message:
+        yield "its message has CR line ends."
+    if patchform.without_index_lines(patch.text) != patch.text:
+        yield "has index lines."
+    if re.search(r"\n-- \n.*\Z", patch.text, re.DOTALL):
+        yield "has git's signature at its end."
+    if not patch.text.endswith("\n") or patch.text.endswith("\n\n"):
+        yield "does not end with exactly one line feed."
+    if "\n---\n" not in patch.message:
+        yield "has no '---' line between message and diff."
+
+
+def _message_problems(patch: Patch) -> Iterator[str]:
+    headers = patchform.headers(patch.message)
+    for name in ("from", "date"):
+        if not headers.get(name):
+            yield f"has no {name.title()} header."
+    subject = headers.get("subject", "")
+    if not subject.startswith("[PATCH] "):
+        yield "its subject does not begin with '[PATCH] '."
+    elif patchform.file_name(subject) != patch.name:
+        yield f"is to be named {patchform.file_name(subject)}, from its subject."
+    for field in FIELDS:
+        if not _field(patch, field):
+            yield f"its message has no line '{field}: ...'."
+    if not re.sub(r"(?m)^[\w-]+: .*(\n .*)*$", "", _body(patch)).strip():
+        yield "its message does not say why."
+
+
+def _body(patch: Patch) -> str:
+    return patchform.body(patch.message)
+
+
+def _field(patch: Patch, name: str) -> bool:
+    return re.search(rf"(?m)^{name}: *\S", _body(patch)) is not None

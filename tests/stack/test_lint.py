@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import re
+from pathlib import Path
+
+import pytest
+
+from stack import lint, pins
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "core-add-a-hook.patch"
+
+
+def test_a_canonical_patch_is_in_order(project, make_patch):
+    project.add_patch(NAME, make_patch())
+
+    assert lint.problems(project.base.patches) == []
+
+
+def test_the_real_stack_is_in_order():
+    assert lint.problems(pins.load_base(ROOT).patches) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("From 0000", "From 1234", "commit 0"),
+        ("--- a/", "index 12ab..34cd 100644\n--- a/", "index lines"),
+        (" line 13\n", " line 13\n-- \n2.39.5\n", "signature"),
+        (" line 13\n", " line 13\n\n", "exactly one line feed"),
+        ("[PATCH]", "[PATCH 1/2]", r"begin with '\[PATCH\] '"),
+        ("Add a hook", "Add hooks", r"is to be named core-add-hooks\.patch"),
+        ("Date: Mon", "When: Mon", "no Date header"),
+        ("Upstream-Status: not sent\n", "", "'Upstream-Status: ...'"),
+        ("Remove-When: upstream has it", "Remove-When:", "'Remove-When: ...'"),
+        ("Signed-off-by: A", "Seen-by: A", "'Signed-off-by: ...'"),
+        ("The engine has to call us here.\n\n", "", "does not say why"),
+        ("+hook\n", "+hook \n", r"line 10 of vllm/engine\.py ends with white space"),
+        ("---\n vllm", "\n vllm", "no '---' line"),
+        ("-7,7", "-7,8", "not a valid patch"),
+    ],
+)
+def test_each_fault_is_named(project, make_patch, old, new, problem):
+    text = make_patch()
+    assert old in text
+    project.add_patch(NAME, text.replace(old, new, 1))
+
+    found = lint.problems(project.base.patches)
+
+    assert any(re.search(problem, sentence) for sentence in found), found
+
+
+def test_many_added_lines_need_a_reason(project, make_patch):
+    added = "".join(f"+{n}\n" for n in range(41))
+    text = make_patch().replace("+hook\n", added).replace("+7,7", "+7,47")
+    project.add_patch(NAME, text)
+
+    (problem,) = lint.problems(project.base.patches)
+    assert "adds 41 lines to vllm/engine.py" in problem
+
+    reason = "Size-Reason: a table\nSigned-off-by"
+    project.write(f"patches/1.2.3/{NAME}", text.replace("Signed-off-by", reason))
+    assert lint.problems(project.base.patches) == []
+
+
+def test_a_patch_that_is_not_listed(project, make_patch):
+    project.write(f"patches/1.2.3/{NAME}", make_patch())
+
+    assert lint.problems(project.base.patches) == [f"{NAME}: not listed in the series."]
+
+
+def test_a_patch_that_is_listed_twice(project, make_patch):
+    project.add_patch(NAME, make_patch())
+    project.write("patches/1.2.3/series", f"{NAME}\n{NAME}\n")
+
+    assert f"{NAME}: listed twice in the series." in lint.problems(project.base.patches)
