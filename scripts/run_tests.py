@@ -42,7 +42,7 @@ class Arguments:
 
 def sort_arguments(argv: list[str], root: Path, upstream: Path) -> Arguments:
     args = Arguments()
-    value_follows = False
+    value_follows = after_option = False
     for arg in argv:
         path = arg.partition("::")[0]
         if value_follows or arg.startswith("-"):
@@ -51,9 +51,12 @@ def sort_arguments(argv: list[str], root: Path, upstream: Path) -> Arguments:
             args.ours.append(arg)
         elif (upstream / path).exists():
             args.upstream.append(arg)
+        elif after_option:  # the value of an option that VALUED lacks
+            args.options.append(arg)
         else:
             raise StackError(f"There is no test {path}, neither ours nor upstream's.")
         value_follows = arg in VALUED and not value_follows
+        after_option = arg.startswith("--") and "=" not in arg
     return args
 
 

@@ -12,6 +12,14 @@ from .fork import Fork
 
 
 def main(root: Path, argv: list[str]) -> int:
+    try:
+        return _run(root, argv)
+    except (StackError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 1
+
+
+def _run(root: Path, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/fork", description="Carry the fork's patch stack."
     )
@@ -42,11 +50,7 @@ def main(root: Path, argv: list[str]) -> int:
     ).set_defaults(run=_sync)
 
     args = parser.parse_args(argv)
-    try:
-        return args.run(root, base, args)
-    except StackError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
+    return args.run(root, base, args)
 
 
 def _apply(root: Path, base: pins.Base, args: argparse.Namespace) -> int:

@@ -82,6 +82,11 @@ def fetch(distribution: Distribution) -> Path:
     if cached.is_file():
         if sha256(cached) == distribution.sha256:
             return cached
+        print(
+            f"The cached {distribution.file} is damaged (its sha256 is not the pinned "
+            "one) and is fetched again.",
+            file=sys.stderr,
+        )
         cached.unlink()
     cached.parent.mkdir(parents=True, exist_ok=True)
     # Beside the target, so that the move into place is atomic.

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is pinned: the bases, their distributions, the fork's version tag."""
 
+import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,11 @@ from .errors import StackError
 class Distribution:
     file: str
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch("[0-9a-f]{64}", str(self.sha256)):
+            raise ValueError(f"{self.sha256!r} is no sha256")
+        _ = self.project
 
     @property
     def project(self) -> str:

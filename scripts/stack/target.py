@@ -40,7 +40,8 @@ def detect() -> Target:
             f"The fork is built for Linux on {' or '.join(MACHINES)}, "
             f"not for {system} on {machine}."
         )
-    device = os.environ.get("VLLM_TARGET_DEVICE") or (
+    # In any case, as upstream takes it.
+    device = os.environ.get("VLLM_TARGET_DEVICE", "").lower() or (
         "cuda" if has_nvidia_driver() else "cpu"
     )
     if device not in ("cpu", "cuda"):
