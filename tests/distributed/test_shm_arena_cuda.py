@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The arena's pinned memory on a CUDA device."""
+
+import pytest
+import torch
+
+from tests.distributed.arena_testing import MIB, free_slots, make_arenas, patterned
+from vllm.distributed.device_communicators.shm_arena import pinning
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+N_SLOTS = 64
+# Cycles that a kernel spins: about half a second, an age for a copy.
+LONG = 1_000_000_000
+
+
+@pytest.fixture
+def arenas():
+    """A writer and a reader past the barrier."""
+    torch.cuda.init()
+    writer, (reader,) = make_arenas(n_slots=N_SLOTS)
+    writer.on_barrier()
+    reader.on_barrier()
+    assert reader._prefixes.failure is None
+    return writer, reader
+
+
+def send(arenas, t: torch.Tensor) -> torch.Tensor:
+    writer, reader = arenas
+    slot = writer.write_tensor(t)
+    assert slot is not None
+    return reader.get_tensor(slot, t.numel(), torch.uint8, tuple(t.shape))
+
+
+def test_tensor_is_pinned_and_its_copy_to_the_device_is_exact(arenas):
+    got = send(arenas, patterned(5 * MIB))
+    assert got.is_pinned()
+    assert torch.equal(got.to("cuda", non_blocking=True).cpu(), patterned(5 * MIB))
+
+
+@pytest.mark.parametrize("where", ["current stream", "side stream"])
+def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
+    """The tensor is dropped while its copy waits behind a long kernel."""
+    if where == "side stream" and pinning._driver_with_context_events() is None:
+        pytest.skip("the driver cannot record an event over a context")
+    writer, reader = arenas
+    on_device = torch.empty(MIB, dtype=torch.uint8, device="cuda")
+    stream = torch.cuda.Stream() if where == "side stream" else None
+    got = send(arenas, patterned(MIB))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        on_device.copy_(got, non_blocking=True)
+    del got
+    reader.flush_releases()
+    assert free_slots(writer) == N_SLOTS - 1, "released under the copy"
+    for slot in range(1, N_SLOTS):  # all that is free, so that reuse would show
+        assert writer.write_tensor(patterned(MIB, 1)) == slot
+    assert writer.write_tensor(patterned(MIB, 1)) is None
+    torch.cuda.synchronize()
+    assert torch.equal(on_device.cpu(), patterned(MIB))
+    reader.flush_releases()
+    assert writer.write_tensor(patterned(MIB, 1)) == 0
+
+
+def test_failed_registration_leaves_no_error_behind(monkeypatch):
+    real = pinning.register_host_memory
+
+    def register_twice(address: int, nbytes: int) -> str | None:
+        assert real(address, nbytes) is None
+        return real(address, nbytes)  # "already registered"
+
+    monkeypatch.setattr(pinning, "register_host_memory", register_twice)
+    torch.cuda.init()
+    writer, (reader,) = make_arenas()
+    writer.on_barrier()
+    reader.on_barrier()
+    assert reader._prefixes.failure == "cudaHostRegister returned 712"
+    # Would raise a pending error.
+    assert torch.ones(10, device="cuda").sum().item() == 10
+    got = send((writer, reader), patterned(MIB))
+    assert not got.is_pinned()
+    assert torch.equal(got.cuda().cpu(), patterned(MIB))
+
+
+def test_capture_with_slots_in_flight(arenas):
+    """A flush in a capture does nothing; the capture and the release survive."""
+    writer, reader = arenas
+    got = send(arenas, patterned(MIB))
+    on_device = got.to("cuda", non_blocking=True)
+    x = torch.ones(10, device="cuda")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        del got
+        reader.flush_releases()
+        reader.while_waiting(None)
+        y = x * 2
+    graph.replay()
+    torch.cuda.synchronize()
+    assert y.sum().item() == 20 and torch.equal(on_device.cpu(), patterned(MIB))
+    assert free_slots(writer) == N_SLOTS - 1
+    reader.flush_releases()
+    torch.cuda.synchronize()
+    reader.flush_releases()
+    assert free_slots(writer) == N_SLOTS
+
+
+def test_longer_prefix_is_pinned_anew(arenas, monkeypatch):
+    """Views from before stay valid and pinned; one across the first prefix's end
+    lies in the second prefix."""
+    _, reader = arenas
+    monkeypatch.setattr(
+        "vllm.distributed.device_communicators.shm_tensor_arena.PREPARE_STEP_BYTES",
+        4 * MIB,
+    )
+    writer, (reader,) = make_arenas(n_slots=16)
+    writer.on_barrier()
+    reader.on_barrier()
+    assert reader._prefixes.pinned_bytes == 4 * MIB
+    old = send((writer, reader), patterned(3 * MIB))
+    across = send((writer, reader), patterned(3 * MIB, 1))
+    assert old.is_pinned() and not across.is_pinned()
+    assert torch.equal(across.cuda().cpu(), patterned(3 * MIB, 1))
+    reader._prefixes.pin_to(8 * MIB)
+    message = send((writer, reader), patterned(MIB, 2))
+    assert message.is_pinned()
+    for t, seed in ((old, 0), (message, 2)):
+        assert torch.equal(
+            t.to("cuda", non_blocking=True).cpu(), patterned(len(t), seed)
+        )

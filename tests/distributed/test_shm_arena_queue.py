@@ -1,0 +1,468 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""A `MessageQueue` with an arena."""
+
+import gc
+import multiprocessing
+import subprocess
+import sys
+import threading
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.distributed.arena_testing import (
+    MIB,
+    free_slots,
+    in_dev_shm,
+    is_in_shared_memory,
+    patterned,
+)
+from vllm.distributed.device_communicators import shm_broadcast, shm_tensor_arena
+from vllm.distributed.device_communicators.shm_broadcast import (
+    SHM_READER_RECHECK_INTERVAL_MS,
+    Handle,
+    MessageQueue,
+)
+
+BIG = 9 * MIB  # above the threshold of 8 MiB
+N_SLOTS = 40  # four tensors of BIG and a bit
+TIMEOUT = 120  # seconds; only a failure waits that long
+
+
+@pytest.fixture(autouse=True)
+def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The queue's writer creates a small arena; readers learn of that."""
+    real = shm_tensor_arena.ShmTensorArena.__init__
+
+    def init(self, n_reader, slot_bytes=MIB, n_slots=N_SLOTS, *args, **kwargs):
+        real(self, n_reader, slot_bytes, n_slots, *args, **kwargs)
+
+    monkeypatch.setattr(shm_tensor_arena.ShmTensorArena, "__init__", init)
+
+
+@pytest.fixture(autouse=True)
+def close_queues():
+    """A queue has no close. In a reference cycle (a traceback is enough) it may
+    hang when it is collected: its zmq context waits for sockets that are
+    collected after it."""
+    yield
+    for queue in [o for o in gc.get_objects() if type(o) is MessageQueue]:
+        (queue.local_socket or queue.remote_socket).context.destroy(linger=0)
+
+
+def make_queues(n_reader: int = 1, **kwargs: Any) -> list[MessageQueue]:
+    """A writer and its readers in this process, past the barrier."""
+    kwargs = {"enable_shm_tensor_arena": True, "max_chunk_bytes": MIB} | kwargs
+    writer = MessageQueue(n_reader, n_reader, **kwargs)
+    handle = writer.export_handle()
+    readers = [MessageQueue.create_from_handle(handle, i) for i in range(n_reader)]
+    pass_barrier(writer, readers)
+    return [writer, *readers]
+
+
+def pass_barrier(writer: MessageQueue, readers: list[MessageQueue]) -> None:
+    with ThreadPoolExecutor(len(readers)) as threads:
+        waits = [threads.submit(reader.wait_until_ready) for reader in readers]
+        writer.wait_until_ready()
+        for wait in waits:
+            wait.result(TIMEOUT)
+
+
+def segment_names(writer: MessageQueue) -> tuple[str, str]:
+    assert writer.tensor_arena is not None
+    return (
+        writer.buffer.shared_memory.name,
+        writer.tensor_arena.shared_memory.name,
+    )
+
+
+def is_diverted(writer: MessageQueue, t: torch.Tensor) -> bool:
+    assert writer.tensor_arena is not None
+    return is_in_shared_memory(t, writer.tensor_arena.shared_memory.name)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise RuntimeError("broken")
+
+
+# ---- Processes --------------------------------------------------------------
+
+
+def read_and_report(
+    handle: Handle, rank: int, n_messages: int, report: Connection
+) -> None:
+    reader = MessageQueue.create_from_handle(handle, rank)
+    reader.wait_until_ready()
+    kept = []
+    for _ in range(n_messages):
+        message = reader.dequeue(timeout=TIMEOUT)
+        kept.append(message["big"])
+        assert reader.tensor_arena is not None
+        name = reader.tensor_arena.shared_memory.name
+        report.send((message["i"], is_in_shared_memory(message["big"], name)))
+    # All of them again, now that the later ones have been written.
+    report.send([checksum(t) for t in kept])
+
+
+def checksum(t: torch.Tensor) -> int:
+    # Not torch's sum: its OpenMP threads do not survive the fork.
+    return zlib.crc32(t.numpy())
+
+
+def receive(pipe: Connection) -> Any:
+    assert pipe.poll(TIMEOUT), "nothing from the reader"
+    return pipe.recv()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_broadcast_to_processes(method: str):
+    """Two processes each read six tensors and keep them; four fit the arena."""
+    context = multiprocessing.get_context(method)
+    writer = MessageQueue(2, 2, max_chunk_bytes=MIB, enable_shm_tensor_arena=True)
+    pipes, processes = [], []
+    for rank in range(2):
+        parent, child = context.Pipe()
+        args = (writer.export_handle(), rank, 6, child)
+        processes.append(context.Process(target=read_and_report, args=args))
+        processes[-1].start()
+        child.close()
+        pipes.append(parent)
+    writer.wait_until_ready()
+    sent = [patterned(BIG, seed) for seed in range(6)]
+    for i, t in enumerate(sent):
+        writer.enqueue({"i": i, "big": t}, timeout=TIMEOUT)
+    for pipe in pipes:
+        assert [receive(pipe) for _ in sent] == [(i, i < 4) for i in range(6)]
+        assert receive(pipe) == [checksum(t) for t in sent]
+    for process in processes:
+        process.join(TIMEOUT)
+        assert process.exitcode == 0
+    names = segment_names(writer)
+    del writer
+    assert not in_dev_shm(*names)
+
+
+# ---- One process ------------------------------------------------------------
+
+
+def test_large_tensors_are_diverted_and_small_ones_are_not():
+    writer, *readers = make_queues(2)
+    sent = {"big": patterned(BIG), "small": patterned(1000), "text": "x"}
+    writer.enqueue(sent)
+    for reader in readers:
+        got = reader.dequeue(timeout=TIMEOUT)
+        assert is_diverted(writer, got["big"]) and torch.equal(got["big"], sent["big"])
+        assert not is_diverted(writer, got["small"])
+        assert torch.equal(got["small"], sent["small"]) and got["text"] == "x"
+
+
+def test_message_with_diverted_and_overflowing_tensors():
+    """A declined tensor larger than a chunk goes over the socket, in the same
+    message as a stub."""
+    writer, reader = make_queues()
+    sent = [patterned(BIG), patterned(BIG, 1).view(3, -1).t()]
+    writer.enqueue(sent)
+    got = reader.dequeue(timeout=TIMEOUT)
+    assert [is_diverted(writer, t) for t in got] == [True, False]
+    assert all(torch.equal(a, b) for a, b in zip(got, sent))
+
+
+def test_slots_come_back_over_many_messages():
+    writer, reader = make_queues()
+    for i in range(20):
+        writer.enqueue(patterned(BIG, i))
+        got = reader.dequeue(timeout=TIMEOUT)
+        assert is_diverted(writer, got) and torch.equal(got, patterned(BIG, i))
+
+
+def test_retained_tensor_keeps_its_bytes():
+    """As `prompt_embeds` are retained over the steps of a chunked prefill."""
+    writer, reader = make_queues()
+    writer.enqueue(patterned(BIG))
+    retained = reader.dequeue(timeout=TIMEOUT)[100:]
+    for i in range(1, 20):
+        writer.enqueue(patterned(BIG, i))
+        assert is_diverted(writer, reader.dequeue(timeout=TIMEOUT))
+    assert torch.equal(retained, patterned(BIG)[100:])
+
+
+def test_source_may_change_after_enqueue():
+    writer, reader = make_queues()
+    sent = patterned(BIG)
+    writer.enqueue(sent)
+    sent.zero_()
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
+
+
+def test_failed_pickling_gives_slots_back():
+    writer, reader = make_queues()
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        writer.enqueue([patterned(BIG), threading.Lock()])
+    assert free_slots(writer.tensor_arena) == N_SLOTS
+    writer.enqueue("next")
+    assert reader.dequeue(timeout=TIMEOUT) == "next"
+
+
+def test_timeout_of_the_ring_gives_slots_back():
+    writer, reader = make_queues(max_chunks=1)
+    writer.enqueue("first")
+    with pytest.raises(TimeoutError):
+        writer.enqueue(patterned(BIG), timeout=0.01)
+    assert free_slots(writer.tensor_arena) == N_SLOTS
+    assert reader.dequeue(timeout=TIMEOUT) == "first"
+    writer.enqueue(patterned(BIG))
+    assert is_diverted(writer, reader.dequeue(timeout=TIMEOUT))
+
+
+def test_failure_after_the_message_is_out_keeps_its_slots():
+    writer, reader = make_queues()
+    with (
+        mock.patch.object(writer._spin_condition, "notify", fail),
+        pytest.raises(RuntimeError, match="broken"),
+    ):
+        writer.enqueue(patterned(BIG))
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
+
+
+def test_failed_socket_send_gives_slots_back():
+    writer, _ = make_queues()
+    with mock.patch.object(writer, "local_socket") as socket:
+        socket.send_multipart = fail
+        with pytest.raises(RuntimeError, match="broken"):
+            writer.enqueue([patterned(BIG), patterned(BIG).view(3, -1).t()])
+    assert free_slots(writer.tensor_arena) == N_SLOTS
+
+
+# ---- Releases while waiting -------------------------------------------------
+
+
+class RecordingPoller:
+    """Stands in for a reader's poller: tells each time-out, waits for nothing."""
+
+    def __init__(self) -> None:
+        self.timeouts: SimpleQueue[int] = SimpleQueue()
+        self.go_on = threading.Semaphore(0)
+
+    def poll(self, timeout: int) -> list:
+        self.timeouts.put(timeout)
+        self.go_on.acquire(timeout=TIMEOUT)
+        return []
+
+    def next_timeout(self) -> int:
+        return self.timeouts.get(timeout=TIMEOUT)
+
+
+@pytest.fixture
+def parked():
+    """(writer, reader, poller, tensors): the reader is parked in `dequeue`,
+    while `tensors` holds what it has read."""
+    writer, reader = make_queues()
+    writer.enqueue(patterned(BIG))
+    tensors = [reader.dequeue(timeout=TIMEOUT)]
+    reader._spin_condition.busy_loop_s = -1
+    poller = RecordingPoller()
+    reader._spin_condition.poller = poller
+
+    def dequeue() -> None:
+        with pytest.raises(RuntimeError, match="cancelled"):
+            reader.dequeue(indefinite=True)
+
+    thread = threading.Thread(target=dequeue)
+    thread.start()
+    yield writer, reader, poller, tensors
+    reader.shutdown()
+    poller.go_on.release(1000)
+    thread.join(TIMEOUT)
+    assert not thread.is_alive()
+
+
+def test_parked_reader_releases_what_is_freed_after_it_parked(parked):
+    writer, _, poller, tensors = parked
+    assert poller.next_timeout() <= 100  # ms: the bound on giving slots back
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
+    tensors.clear()
+    poller.go_on.release()
+    poller.next_timeout()
+    assert free_slots(writer.tensor_arena) == N_SLOTS
+
+
+def test_parked_reader_with_nothing_out_does_not_poll(parked):
+    _, reader, poller, tensors = parked
+    poller.next_timeout()
+    tensors.clear()
+    poller.go_on.release(2)
+    assert poller.next_timeout() == SHM_READER_RECHECK_INTERVAL_MS
+    assert poller.next_timeout() == SHM_READER_RECHECK_INTERVAL_MS
+
+
+def test_a_shorter_time_out_stays_shorter(parked):
+    writer, reader, poller, _ = parked
+    assert reader.tensor_arena.while_waiting(3) == 3
+    assert reader.tensor_arena.while_waiting(None) <= 100
+
+
+def test_shutdown_wakes_a_reader_that_holds_tensors():
+    """With the real poller, and no other way for it to end within the test."""
+    writer, reader = make_queues()
+    writer.enqueue(patterned(BIG))
+    held = reader.dequeue(timeout=TIMEOUT)
+    reader._spin_condition.busy_loop_s = -1
+    parked = threading.Event()
+    while_waiting = reader.tensor_arena.while_waiting
+
+    def wait_for_ever(timeout_ms: int | None) -> None:
+        while_waiting(timeout_ms)
+        parked.set()
+
+    with (
+        mock.patch.object(reader.tensor_arena, "while_waiting", wait_for_ever),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        ended = thread.submit(reader.dequeue, indefinite=True)
+        assert parked.wait(TIMEOUT)
+        reader.shutdown()
+        with pytest.raises(RuntimeError, match="cancelled"):
+            ended.result(TIMEOUT)
+    assert torch.equal(held, patterned(BIG))
+
+
+def test_reader_opens_the_arena_before_it_subscribes(monkeypatch):
+    """Once the writer has all subscriptions, it must know who could open it."""
+    writer = MessageQueue(1, 1, enable_shm_tensor_arena=True)
+
+    def attach(*_: Any) -> None:
+        assert not writer.local_socket.poll(timeout=500), "has subscribed"
+
+    monkeypatch.setattr(shm_tensor_arena.ShmTensorArena, "attach", attach)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    assert writer.local_socket.poll(timeout=TIMEOUT * 1000)
+    pass_barrier(writer, [reader])
+
+
+# ---- Readers that cannot, and queues that have none -------------------------
+
+
+def test_reader_that_cannot_open_the_arena_gets_everything(monkeypatch):
+    warning = mock.Mock()
+    monkeypatch.setattr(shm_tensor_arena.logger, "warning", warning)
+    writer = MessageQueue(2, 2, max_chunk_bytes=MIB, enable_shm_tensor_arena=True)
+    handle = writer.export_handle()
+    *sizes, _ = handle.tensor_arena_handle
+    elsewhere = replace(handle, tensor_arena_handle=(*sizes, "vllm_arena_none"))
+    readers = [
+        MessageQueue.create_from_handle(handle, 0),
+        MessageQueue.create_from_handle(elsewhere, 1),
+    ]
+    pass_barrier(writer, readers)
+    assert warning.call_count == 2  # the reader's and the writer's
+    assert "out-of-band" in warning.call_args_list[1].args[0]
+    assert warning.call_args_list[1].args[1] == [1]
+    for i in range(2):
+        writer.enqueue(patterned(BIG, i))
+        for reader in readers:
+            got = reader.dequeue(timeout=TIMEOUT)
+            assert torch.equal(got, patterned(BIG, i)) and not is_diverted(writer, got)
+    assert warning.call_count == 2
+
+
+@pytest.mark.parametrize("n_local_reader", [0, 1])
+def test_queue_with_a_remote_reader_has_no_arena_and_works(
+    n_local_reader: int, monkeypatch
+):
+    warning = mock.Mock()
+    monkeypatch.setattr(shm_broadcast.logger, "warning", warning)
+    writer = MessageQueue(
+        n_local_reader + 1,
+        n_local_reader,
+        connect_ip="127.0.0.1",
+        max_chunk_bytes=MIB,
+        enable_shm_tensor_arena=True,
+    )
+    assert writer.tensor_arena is None
+    assert "no effect" in warning.call_args.args[0]
+    handle = writer.export_handle()
+    ranks = range(n_local_reader + 1)  # the last one is remote
+    readers = [MessageQueue.create_from_handle(handle, rank) for rank in ranks]
+    pass_barrier(writer, readers)
+    writer.enqueue(patterned(BIG))
+    for reader in readers:
+        assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
+
+
+def test_queue_without_the_flag_has_no_arena():
+    writer, reader = make_queues(enable_shm_tensor_arena=False)
+    assert writer.tensor_arena is None and reader.tensor_arena is None
+    assert writer.export_handle().tensor_arena_handle is None
+    writer.enqueue(patterned(BIG))
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
+
+
+def test_two_threads_that_enqueue_lose_no_slot():
+    """A queue is not for two writers at once; its arena must not mind."""
+    writer, _ = make_queues(max_chunk_bytes=MIB)
+
+    def fail_to_send() -> None:
+        for _ in range(10):
+            with pytest.raises((AttributeError, TypeError, ValueError)):
+                writer.enqueue([patterned(BIG), threading.Lock()])
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(fail_to_send) for _ in range(2)]:
+            done.result(TIMEOUT)
+    assert free_slots(writer.tensor_arena) == N_SLOTS
+
+
+def test_two_queues_in_one_process():
+    queues = [make_queues(), make_queues()]
+    for seed, (writer, _) in enumerate(queues):
+        writer.enqueue(patterned(BIG, seed))
+    for seed, (writer, reader) in enumerate(queues):
+        got = reader.dequeue(timeout=TIMEOUT)
+        assert is_diverted(writer, got) and torch.equal(got, patterned(BIG, seed))
+
+
+def test_queue_takes_its_names_with_it():
+    queues = make_queues(2)
+    ring, arena = segment_names(queues[0])
+    assert in_dev_shm(ring, arena) == {ring}, "the arena's goes at the barrier"
+    queues.clear()
+    assert not in_dev_shm(ring, arena)
+
+
+VIEW_OUTLIVES_QUEUE = """
+import gc, threading, torch
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+writer = MessageQueue(1, 1, enable_shm_tensor_arena=True)
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+thread = threading.Thread(target=reader.wait_until_ready)
+thread.start()
+writer.wait_until_ready()
+thread.join()
+writer.enqueue(torch.full((9 << 20,), 7, dtype=torch.uint8))
+got = reader.dequeue(timeout=60)
+del writer, reader
+gc.collect()
+assert (got == 7).all()
+"""
+
+
+def test_process_with_a_view_that_outlives_the_queue_ends_quietly():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", VIEW_OUTLIVES_QUEUE],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    for noise in ("Error", "Exception", "leaked", "Traceback"):
+        assert noise not in done.stderr, done.stderr

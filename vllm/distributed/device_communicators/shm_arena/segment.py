@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The arena's shared-memory segment: its name, its life and its mappings."""
+
+import errno
+import mmap
+import os
+import secrets
+import sys
+from contextlib import suppress
+from multiprocessing import shared_memory
+from unittest.mock import patch
+
+from vllm.distributed.device_communicators.shm_broadcast import (
+    SHM_PATH,
+    check_shm_free_space,
+)
+
+
+class ArenaSegment:
+    """One POSIX shared-memory segment, created or opened.
+
+    Tensors are built over mappings made by `map`, never over
+    `SharedMemory.buf`: `SharedMemory.close` raises BufferError while a view
+    lives, whereas a plain `mmap` object is unmapped quietly when its last view
+    is gone, which may be after the queue.
+
+    Args:
+        total_bytes: Size of the segment in bytes.
+        reserve_bytes: Bytes that must be free in /dev/shm beside it.
+        name: None creates the segment (writer); else the one to open (reader).
+
+    Raises:
+        RuntimeError: If the platform is not Linux, or /dev/shm has no room.
+        FileNotFoundError: If there is no segment of that name here (another
+            mount namespace, say).
+        ValueError: If the segment found is too small.
+
+    """
+
+    def __init__(self, total_bytes: int, reserve_bytes: int, name: str | None = None):
+        if sys.platform != "linux":
+            raise RuntimeError("--enable-shm-tensor-arena needs Linux")
+        # A forked child inherits this object and must not remove the name.
+        self._creator_pid = os.getpid() if name is None else None
+        if name is None:
+            check_shm_free_space(
+                total_bytes + reserve_bytes,
+                allocation_name="the tensor arena of --enable-shm-tensor-arena",
+            )
+            # SharedMemory's own names have 32 random bits; whoever knows the
+            # name and is the same user can open the segment, so use 128.
+            # Sparse: its size takes no page.
+            self.shared_memory = shared_memory.SharedMemory(
+                name=f"vllm_arena_{secrets.token_hex(16)}",
+                create=True,
+                size=total_bytes,
+            )
+        else:
+            # Before Python 3.13 SharedMemory also registers segments that it
+            # only opens, and the reader's tracker would unlink the writer's.
+            with patch(
+                "multiprocessing.resource_tracker.register",
+                lambda *args, **kwargs: None,
+            ):
+                self.shared_memory = shared_memory.SharedMemory(name=name)
+        self.name = self.shared_memory.name
+        self.fd = -1
+        try:
+            if self.shared_memory.size < total_bytes:
+                raise ValueError(
+                    f"shared-memory segment {self.name} has "
+                    f"{self.shared_memory.size} bytes, expected {total_bytes}"
+                )
+            # Our own descriptor: mapping anew must work after the name is gone.
+            self.fd = os.open(
+                os.path.join(SHM_PATH, self.name),
+                os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW,
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def take_pages(self, offset: int, nbytes: int) -> bool:
+        """Take the pages of a range; False, and none taken, if there is no room.
+
+        Touching a page that a full tmpfs has not got is SIGBUS, so whatever is
+        touched must be taken here before.
+        """
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+        except OSError as e:
+            if e.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+                raise
+            return False
+        return True
+
+    def map(self, nbytes: int) -> mmap.mmap:
+        """Map the first `nbytes` bytes once more, at an address of its own."""
+        return mmap.mmap(self.fd, nbytes)
+
+    def unlink(self) -> None:
+        """Remove the name; mappings stay valid. Only the creator's first call
+        does anything."""
+        if self._creator_pid == os.getpid():
+            self._creator_pid = None
+            # Somebody may have cleaned /dev/shm by hand.
+            with suppress(FileNotFoundError):
+                self.shared_memory.unlink()
+
+    def close(self) -> None:
+        """Remove the name and close; what `map` has made stays valid."""
+        self.unlink()
+        self.shared_memory.close()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
