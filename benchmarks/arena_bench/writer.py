@@ -209,7 +209,7 @@ def _compare_text(
 ) -> tuple[Channel, dict[str, Any]]:
     """Enqueue the same by both queues in turn: pairs a few ms apart, so that
     what else the machine does meets both."""
-    outputs = _scheduler_outputs()
+    outputs = scheduler_outputs()
     channel = Channel(block, links, (False, True))
     pairs: dict[str, list[dict[str, float]]] = {}
     for kind, output in outputs.items():
@@ -225,7 +225,7 @@ def _compare_text(
     return channel, {"pairs": pairs}
 
 
-def _scheduler_outputs() -> dict[str, Any]:
+def scheduler_outputs() -> dict[str, Any]:
     # Here, because they need much more of vllm than the queue does.
     try:
         from vllm.sampling_params import SamplingParams

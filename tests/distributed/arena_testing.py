@@ -43,12 +43,11 @@ def loads(reader: ShmTensorArena, message: tuple[bytes, list]) -> object:
 
 def free_slots(writer: ShmTensorArena) -> int:
     """How many tensors of one slot the arena takes now."""
-    n = 0
-    writer.begin()
-    while writer.write_tensor(torch.zeros(1)) is not None:
-        n += 1
-    writer.rollback()
-    return n
+    slots = []
+    while (slot := writer.write_tensor(torch.zeros(1))) is not None:
+        slots.append(slot)
+    writer.give_back(slots)
+    return len(slots)
 
 
 def bytes_of(t: torch.Tensor) -> bytes:

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from queue import SimpleQueue
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -420,6 +423,58 @@ def test_two_threads_that_enqueue_lose_no_slot():
         for done in [threads.submit(fail_to_send) for _ in range(2)]:
             done.result(TIMEOUT)
     assert free_slots(writer.tensor_arena) == N_SLOTS
+
+
+def in_another_thread(call: Callable[[], None]) -> Any:
+    """An object that has another thread make the call when it is pickled."""
+
+    class Interlude:
+        def __reduce__(self) -> tuple:
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(call).result(TIMEOUT)
+            return str, ("after it",)
+
+    return Interlude()
+
+
+def test_message_of_another_thread_does_not_commit_this_one():
+    writer, reader = make_queues()
+    inner = in_another_thread(lambda: writer.enqueue(patterned(BIG, 1)))
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        writer.enqueue([patterned(BIG), inner, threading.Lock()])
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
+
+
+def test_failure_in_another_thread_does_not_roll_this_one_back():
+    writer, reader = make_queues()
+
+    def fail_to_send() -> None:
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            writer.enqueue([patterned(BIG, 1), threading.Lock()])
+
+    writer.enqueue([patterned(BIG), in_another_thread(fail_to_send)])
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT)[0], patterned(BIG))
+
+
+def test_message_without_tensors_calls_nothing_of_the_arena():
+    """What the flag costs it is then a few looks at attributes."""
+    writer, reader = make_queues()
+    called = set()
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(Path(frame.f_code.co_filename).name)
+
+    sys.setprofile(profile)
+    try:
+        writer.enqueue({"text": ["x"] * 1000})
+    finally:
+        sys.setprofile(None)
+    assert "shm_broadcast.py" in called
+    assert not called & {"shm_tensor_arena.py", "slots.py", "layout.py"}
+    assert reader.dequeue(timeout=TIMEOUT)["text"] == ["x"] * 1000
 
 
 def test_two_queues_in_one_process():

@@ -740,16 +740,29 @@ def test_names_cannot_be_guessed():
 
 
 def test_rollback_gives_back_what_is_not_committed():
-    writer, _ = make_arenas(n_slots=3)
-    writer.begin()
-    dumps(writer, patterned(1000))
+    writer, _ = make_arenas(n_slots=4)
+    writer.divert(patterned(1000))
     writer.commit()
-    writer.rollback()  # too late
-    assert free_slots(writer) == 2
-    writer.begin()
-    dumps(writer, patterned(1000))
+    writer.divert(patterned(1000))
+    writer.divert(patterned(1000))
     writer.rollback()
-    assert free_slots(writer) == 2
+    writer.rollback()  # nothing is left to give back
+    assert free_slots(writer) == 3
+
+
+def test_rollback_leaves_what_belongs_to_no_message():
+    writer, _ = make_arenas(n_slots=2)
+    writer.write_tensor(patterned(1000))
+    writer.rollback()
+    assert free_slots(writer) == 1
+
+
+def test_pickler_gives_slots_back_if_it_fails():
+    writer, _ = make_arenas(n_slots=2)
+    dumps(writer, patterned(1000))
+    with pytest.raises(TypeError):
+        dumps(writer, [patterned(1000), threading.Lock()])
+    assert free_slots(writer) == 1
 
 
 def test_failed_copy_gives_slots_back(monkeypatch: pytest.MonkeyPatch):

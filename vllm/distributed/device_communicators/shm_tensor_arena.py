@@ -140,8 +140,9 @@ class ShmTensorArena:
         self._all_attached = False
         # Guards the book: several threads may enqueue.
         self._lock = threading.Lock()
-        # `.slots`: what this thread has taken since `begin`, not yet committed.
-        self._taken = threading.local()
+        # Thread -> what the message that it pickles has taken. Empty between
+        # messages, so that one without large tensors costs a look.
+        self.uncommitted: dict[int, list[int]] = {}
         # Makes a pickler divert large tensors when it is in its dispatch table,
         # which is asked for exact types only: a `reducer_override` would be
         # called for every object of a message and cost 2 % to 9 % on one
@@ -253,15 +254,12 @@ class ShmTensorArena:
                 address = self._address + self._layout.offset(slot)
                 self._pool.copy(address, raw.data_ptr(), nbytes)
         except BaseException:
-            self._give_back([slot])
+            self.give_back([slot])
             raise
         if not backed:
-            self._give_back([slot])
+            self.give_back([slot])
             return self._decline(nbytes, "no space in /dev/shm")
         self._flags.publish(slot, n)
-        taken = getattr(self._taken, "slots", None)
-        if taken is not None:
-            taken.append(slot)
         logger.debug("Diverted %d bytes to slot %d", nbytes, slot)
         self._backing.prepare_ahead(slot + n, self._book.peak)
         return slot
@@ -283,29 +281,31 @@ class ShmTensorArena:
             self._flags.retract(slot)
             self._book.give_back(slot)
 
-    def _give_back(self, slots: list[int]) -> None:
+    def give_back(self, slots: list[int]) -> None:
+        """Free what was written and is not going to be sent."""
         with self._lock:
             self._free(slots)
 
-    def begin(self) -> None:
-        """Called by `MessageQueue.enqueue` before it pickles: from here until
-        `commit` or `rollback`, what this thread takes belongs to one message.
-
-        Three calls and no context manager, which would cost 2 % of a message of
-        256 running requests.
-        """
-        self._taken.slots = []
+    def divert(self, t: torch.Tensor) -> int | None:
+        """As `write_tensor`, for the message that this thread pickles: until
+        `commit` the slots can be had back by `rollback`. Called by `reducers`."""
+        slot = self.write_tensor(t)
+        if slot is not None:
+            self.uncommitted.setdefault(threading.get_ident(), []).append(slot)
+        return slot
 
     def commit(self) -> None:
-        """The message is out: its slots are the readers' from here on, also if
-        the rest of `enqueue` fails."""
-        self._taken.slots = None
+        """Called by `MessageQueue.enqueue` when the message is out: its slots are
+        the readers' from here on, also if the rest of `enqueue` fails.
+
+        Needed only while `uncommitted` is not empty.
+        """
+        self.uncommitted.pop(threading.get_ident(), None)
 
     def rollback(self) -> None:
-        """`enqueue` has failed: what it has taken and not committed is free."""
-        if self._taken.slots is not None:
-            self._give_back(self._taken.slots)
-            self._taken.slots = None
+        """Called by `MessageQueue.enqueue` when it fails: what the message has
+        taken and not committed is free again."""
+        self.give_back(self.uncommitted.pop(threading.get_ident(), []))
 
     # ---- Reader -------------------------------------------------------------
 
@@ -487,6 +487,16 @@ class _ArenaPickler(pickle.Pickler):
         )
         self.dispatch_table = dict(copyreg.dispatch_table)
         self.dispatch_table.update(arena.reducers)
+        self._arena = arena
+
+    def dump(self, obj: Any) -> None:
+        """Pickle a message. If that fails, the slots it took are free again."""
+        try:
+            super().dump(obj)
+        except BaseException:
+            self._arena.rollback()
+            raise
+        self._arena.commit()
 
 
 def _reduce_or_divert(arena: ShmTensorArena, t: torch.Tensor) -> tuple:
@@ -502,7 +512,7 @@ def _reduce_parameter_or_divert(arena: ShmTensorArena, p: torch.nn.Parameter) ->
 def _divert(arena: ShmTensorArena, t: torch.Tensor) -> tuple | None:
     if t.numel() * t.element_size() < _MIN_TENSOR_BYTES:
         return None
-    slot = arena.write_tensor(t)
+    slot = arena.divert(t)
     if slot is None:
         return None
     return _ARENA_REBUILD_FNS[type(t)], (
