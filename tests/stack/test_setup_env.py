@@ -25,7 +25,7 @@ case "$*" in
     echo "pip $*" >>"$root/log"
     if [ -e "$root/broken" ]; then exit 1; fi
     if [ -e "$root/killed" ]; then kill -KILL $$; fi
-    case "$*" in "install $root")
+    case "$*" in "install $root[vision]")
         mkdir "$root/.venv/lib/python3.11/site-packages/vllm-1.dist-info" ;;
     esac
     ;;
@@ -65,7 +65,7 @@ class Environment:
         return [line.replace(str(self.root), "ROOT") for line in lines]
 
 
-FORK = "pip install ROOT"
+FORK = "pip install ROOT[vision]"
 TOOLS = "pip install --requirement ROOT/requirements/test.txt"
 
 

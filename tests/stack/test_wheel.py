@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -65,13 +66,26 @@ def test_name_version_and_requirements(built):
         "Name: vllm\n"
         "Version: 1.2.3+mark.1.cpu\n"
         'Requires-Dist: torch==2.0.0; platform_machine == "x86_64"\n'
+        'Requires-Dist: torchvision; (platform_machine != "riscv64") '
+        'and extra == "vision"\n'
+        'Requires-Dist: torchcodec>=0.14; extra == "video"\n'
         "Requires-Dist: numpy\n"
+        "Provides-Extra: video\n"
+        "Provides-Extra: vision\n"
+        "Provides-Extra: audio\n"
         "\n"
         "Made of torch==2.0.0+cpu.\n"
     )
     assert built.read(f"{name}.dist-info/WHEEL").decode() == (
         "Wheel-Version: 1.0\nTag: cp38-abi3-manylinux_2_28_x86_64\n"
     )
+
+
+def test_the_cuda_wheel_requires_what_the_base_does(project, tmp_path):
+    text = metadata(build(replace(project.fork, version="1.2.3+mark.1"), tmp_path))
+
+    assert "\nRequires-Dist: torchcodec>=0.14\n" in text
+    assert "\nProvides-Extra: vision\n" in text, "the README's command names it"
 
 
 def test_the_package_reports_the_forks_version(built):
@@ -145,5 +159,8 @@ def test_the_real_wheel(tmp_path):
     assert re.search(rf"(?m)^Version: {re.escape(fork.version)}$", text)
     assert re.search(r"(?m)^Requires-Dist: torch==2\.13\.0;", text)
     assert "+cpu" not in text.partition("\n\n")[0]
+    companions = re.findall(r"(?m)^Requires-Dist: torch(?:vision|audio|codec).*", text)
+    assert len(companions) == 3
+    assert all(" and extra == " in line for line in companions)
     entry_points = built.read(f"{built.dist_info_path}/entry_points.txt").decode()
     assert "vllm = vllm.entrypoints.cli.main:main" in entry_points
