@@ -6,6 +6,8 @@ Arguments go to pytest. Paths choose: one of ours, one of upstream's (as it is
 called in upstream's tree), or both.
 """
 
+import argparse
+import math
 import os
 import subprocess
 import sys
@@ -23,7 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SELECTION = ROOT / "tests" / "upstream" / "selection.toml"
 
 # pytest's options whose value, given apart, must not be taken for a path.
-VALUED = {"-k", "-m", "-p", "-o", "-c", "-W", "-r", "-n", "--deselect", "--ignore"}
+VALUED = ("-k", "-m", "-p", "-o", "-c", "-W", "-r", "-n", "--deselect", "--ignore")
+FLAGS = ("-v", "-q", "-l", "-s")
 
 # pytest's exit codes for "all passed" and "nothing was selected".
 PASSED, NOTHING_RAN = 0, 5
@@ -39,18 +42,38 @@ class Arguments:
     def any_path(self) -> bool:
         return bool(self.ours or self.upstream)
 
+    @property
+    def max_failures(self) -> float:
+        """As pytest will understand -x, which may be one of several letters."""
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--maxfail", type=int, default=0)
+        parser.add_argument(
+            "-x", "--exitfirst", dest="maxfail", action="store_const", const=1
+        )
+        for flag in FLAGS:
+            parser.add_argument(flag, action="count")
+        for option in VALUED:
+            parser.add_argument(option, action="append")
+        return parser.parse_known_args(self.options)[0].maxfail or math.inf
 
-def sort_arguments(argv: list[str], root: Path, upstream: Path) -> Arguments:
+
+def sort_arguments(
+    argv: list[str], root: Path, upstream: Path, folder: Path
+) -> Arguments:
+    """Tell pytest's options from paths, which may be relative to the folder."""
     args = Arguments()
     value_follows = after_option = False
     for arg in argv:
-        path = arg.partition("::")[0]
+        path, colons, name = arg.partition("::")
+        here = Path(os.path.normpath(folder / path))
+        if here.is_relative_to(root) and not (root / path).exists():
+            path = str(here.relative_to(root))
         if value_follows or arg.startswith("-"):
             args.options.append(arg)
         elif (root / path).exists():
-            args.ours.append(arg)
+            args.ours.append(path + colons + name)
         elif (upstream / path).exists():
-            args.upstream.append(arg)
+            args.upstream.append(path + colons + name)
         elif after_option:  # the value of an option that VALUED lacks
             args.options.append(arg)
         else:
@@ -66,6 +89,8 @@ def pytest(folder: Path, args: list[str], report: Path) -> tuple[int, Counter]:
     code = subprocess.run(command, cwd=folder).returncode
     if code in (PASSED, 1, NOTHING_RAN) and report.exists():
         return code, outcomes(report)
+    if code == PASSED:  # told something, such as its version
+        return code, Counter()
     # Stopped on the way: usage, an internal error, a signal.
     return code, Counter(failed=1)
 
@@ -83,13 +108,13 @@ def outcomes(report: Path) -> Counter:
     return counts
 
 
-def run(argv: list[str], scratch: Path) -> int:
+def run(argv: list[str], folder: Path, scratch: Path) -> int:
     base = pins.load_base(ROOT)
     upstream = upstream_tests.unpacked(
         base, fetch.fetch(base.sdist), ROOT / "build" / "upstream-tests"
     )
     selection = tomllib.loads(SELECTION.read_text())
-    args = sort_arguments(argv, ROOT, upstream)
+    args = sort_arguments(argv, ROOT, upstream, folder)
 
     total: Counter = Counter()
     codes = []
@@ -97,8 +122,7 @@ def run(argv: list[str], scratch: Path) -> int:
         code, counts = pytest(ROOT, [*args.options, *args.ours], scratch / "ours.xml")
         codes.append(code)
         total += counts
-    stop = total["failed"] and not {"-x", "--exitfirst"}.isdisjoint(args.options)
-    if (args.upstream or not args.any_path) and not stop:
+    if (args.upstream or not args.any_path) and total["failed"] < args.max_failures:
         print(
             f"\nUpstream's tests of vLLM {base.version}, against the fork:", flush=True
         )
@@ -114,22 +138,24 @@ def run(argv: list[str], scratch: Path) -> int:
             print(f"Left out: {test}: {reason}")
 
     failed = total["failed"] or any(c not in (PASSED, NOTHING_RAN) for c in codes)
-    if not total:
+    nothing_ran = all(code == NOTHING_RAN for code in codes)
+    if nothing_ran:
         print("Nothing ran: no test fits the arguments.")
     print(
         f"{total['passed']} passed, {total['failed']} failed, "
         f"{total['skipped']} skipped"
     )
-    return 1 if failed or not total else 0
+    return 1 if failed or nothing_ran else 0
 
 
 def main() -> int:
+    folder = Path.cwd()
     # Where pytest looks for the overlay's neighbours, the fork must be found,
     # and not what lies in the current folder.
     os.chdir(ROOT)
     try:
         with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
-            return run(sys.argv[1:], Path(scratch))
+            return run(sys.argv[1:], folder, Path(scratch))
     except StackError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1

@@ -5,12 +5,38 @@
 # Sourced by scripts/test and scripts/demo. `setup_env NAME...` makes .venv, or
 # brings it up to date: the fork, and the tools of requirements/NAME.txt. What is
 # up to date is not touched, so a second run takes a second. Afterwards .venv's
-# programs come first on PATH.
+# programs come first on PATH. A signal to the script ends the set-up with all that
+# it has started.
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="$ROOT/.venv"
 
 setup_env() {
+    # A job with a process group of its own, since a signal to the script alone
+    # would leave pip and its children running.
+    set -m
+    _setup_env "$@" &
+    _setup=$!
+    set +m
+    trap '_stop_setup SIGINT 130' INT
+    trap '_stop_setup SIGTERM 143' TERM
+    trap '_stop_setup SIGHUP 129' HUP
+    local code=0
+    wait "$_setup" || code=$?
+    trap - INT TERM HUP
+    export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
+    return "$code"
+}
+
+_stop_setup() {
+    trap '' INT TERM HUP
+    kill -TERM -- "-$_setup" 2>/dev/null || true
+    wait "$_setup" || true
+    echo "${0##*/}: stopped by $1 during the set-up; the next run repairs it." >&2
+    exit "$2"
+}
+
+_setup_env() {
     _make_venv || return
     export VIRTUAL_ENV="$VENV" PATH="$VENV/bin:$PATH"
     _install_fork || return
@@ -104,12 +130,9 @@ _mend_torchvision() {
 _pip() {
     local code=0
     touch "$VENV/fork-unfinished"
-    # A pip that fails puts back what it has changed. One that is interrupted
-    # does not, and then exits with 1 as well: hence the trap.
-    (
-        trap 'exit 130' INT
-        "$VENV/bin/python" -m pip "$@"
-    ) || code=$?
+    # A pip that fails puts back what it has changed; one that a signal ends does
+    # not.
+    "$VENV/bin/python" -m pip "$@" || code=$?
     if [ "$code" -lt 128 ]; then
         rm -f "$VENV/fork-unfinished"
     fi

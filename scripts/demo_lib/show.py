@@ -7,6 +7,7 @@ the times show the order of magnitude; a benchmark interleaves.
 """
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -90,12 +91,14 @@ def run(pages: tuple[Page, ...], repeats: int) -> None:
         ]
         for page in pages
     }
-    LOG_DIR.mkdir(parents=True, exist_ok=True)
-    env = engine_environment(LOG_DIR / "logging.json")
+    # Its own folder: another demo may run in this clone.
+    logs = LOG_DIR / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    logs.mkdir(parents=True)
+    env = engine_environment(logs / "logging.json")
     answers: dict[bool, dict[Page, list[Answer]]] = {}
     for arena in (False, True):
         arm = "on" if arena else "off"
-        log = LOG_DIR / f"arena-{arm}.log"
+        log = logs / f"arena-{arm}.log"
         progress(f"arena {arm}: starting {worker_count()} workers, log in {log}")
         with serve(
             model, arena=arena, max_images=MAX_IMAGES, log=log, env=env
@@ -107,7 +110,7 @@ def run(pages: tuple[Page, ...], repeats: int) -> None:
             progress(f"arena {arm}: stopping the server")
         for page in pages:
             check_traffic(page, page.tensor_bytes(model), arena, answers[arena][page])
-    print_table(model, answers)
+    print_table(model, answers, logs)
     for page in pages:
         check_tokens(page, answers[False][page], answers[True][page])
 
@@ -151,7 +154,9 @@ def check_tokens(page: Page, off: list[Answer], on: list[Answer]) -> None:
             )
 
 
-def print_table(model: Path, answers: dict[bool, dict[Page, list[Answer]]]) -> None:
+def print_table(
+    model: Path, answers: dict[bool, dict[Page, list[Answer]]], logs: Path
+) -> None:
     rows = [
         (
             "image",
@@ -185,7 +190,7 @@ def print_table(model: Path, answers: dict[bool, dict[Page, list[Answer]]]) -> N
     print(
         f"\nFirst token: median of {timed} request(s) after {WARM_UPS} warm-up, seen by"
         " the client, one\nserver after the other. Through arena: per request; tensors"
-        f" under {THRESHOLD_BYTES:,} bytes do not go\nthat way. Logs: {LOG_DIR}"
+        f" under {THRESHOLD_BYTES:,} bytes do not go\nthat way. Logs: {logs}"
     )
 
 

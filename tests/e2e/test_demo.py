@@ -34,15 +34,15 @@ def running_demo() -> Iterator[subprocess.Popen[str]]:
             demo.terminate()
 
 
-def servers() -> list[psutil.Process]:
-    """Processes with the demo's mark in their environment, the demo's log file."""
+def servers(demo: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Processes with the demo's mark in their environment, its folder of logs."""
     found = []
     for process in psutil.process_iter():
         try:
             environment = process.environ()
         except psutil.Error:
             continue
-        if "demo-logs" in environment.get("VLLM_LOGGING_CONFIG_PATH", ""):
+        if f"-{demo.pid}/" in environment.get("VLLM_LOGGING_CONFIG_PATH", ""):
             found.append(process)
     return found
 
@@ -62,11 +62,14 @@ def test_quick_demo_shows_the_table():
     assert "0: 0 bytes" in row
     assert "1: 25,759,104 bytes" in row
     assert row.endswith("yes")
+    logs = Path(output.rpartition("Logs: ")[2].strip())
+    assert logs.name.endswith(f"-{demo.pid}"), "another demo would write there"
+    assert {"arena-off.log", "arena-on.log"} <= {path.name for path in logs.iterdir()}
 
 
 def test_demo_stopped_at_the_start_leaves_no_process():
     with running_demo() as demo:
-        while not (started := servers()):
+        while not (started := servers(demo)):
             assert demo.poll() is None
             time.sleep(0.1)
         demo.send_signal(signal.SIGINT)
@@ -80,7 +83,7 @@ def test_demo_stopped_later_leaves_no_process_and_no_shm():
     with running_demo() as demo:
         mapped: set[str] = set()
         while not mapped:
-            started = servers()
+            started = servers(demo)
             mapped.update(*(mapped_shm(process.pid) for process in started))
             assert demo.poll() is None
             time.sleep(0.1)

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import math
 import runpy
+import shutil
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -25,19 +28,49 @@ def trees(tmp_path):
     return tmp_path / "ours", tmp_path / "upstream"
 
 
-def test_paths_choose_whose_tests_run(runner, trees):
-    args = runner["sort_arguments"](
-        ["-x", "tests/test_a.py::test_it", "-k", "tests", "tests/test_b.py"], *trees
-    )
+@pytest.fixture
+def sort(runner, trees):
+    def sort(*argv, folder=trees[0]):
+        return runner["sort_arguments"](list(argv), *trees, folder)
+
+    return sort
+
+
+def test_paths_choose_whose_tests_run(sort):
+    args = sort("-x", "tests/test_a.py::test_it", "-k", "tests", "tests/test_b.py")
 
     assert args.options == ["-x", "-k", "tests"]
     assert args.ours == ["tests/test_a.py::test_it"]
     assert args.upstream == ["tests/test_b.py"]
 
 
-def test_a_path_that_nobody_has_is_refused(runner, trees):
+def test_a_path_that_nobody_has_is_refused(sort):
     with pytest.raises(StackError, match=r"no test tests/test_c\.py"):
-        runner["sort_arguments"](["tests/test_c.py"], *trees)
+        sort("tests/test_c.py")
+
+
+def test_a_path_may_be_relative_to_the_callers_folder(sort, trees):
+    args = sort("test_a.py::test_it", "../tests/test_b.py", folder=trees[0] / "tests")
+
+    assert args.ours == ["tests/test_a.py::test_it"]
+    assert args.upstream == ["tests/test_b.py"]
+
+
+def test_from_any_folder_a_path_may_be_relative_to_the_root(sort, tmp_path):
+    assert sort("tests/test_a.py", folder=tmp_path).ours == ["tests/test_a.py"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["-x"], ["--exitfirst"], ["-vx"], ["-qx"], ["--maxfail=1"], ["--maxfail", "1"]],
+)
+def test_upstreams_tests_do_not_run_after_a_failure_that_ends_the_run(sort, options):
+    assert sort(*options).max_failures == 1
+
+
+@pytest.mark.parametrize("options", [[], ["-v"], ["-k", "x"], ["-kx"], ["-rx"]])
+def test_else_a_failure_does_not_end_the_run(sort, options):
+    assert sort(*options).max_failures == math.inf
 
 
 def test_what_pytest_found_is_counted(runner, tmp_path):
@@ -61,6 +94,21 @@ def test_a_pytest_that_stops_is_a_failure(runner, tmp_path):
 
     assert code not in (0, 1, 5)
     assert counts == Counter(failed=1)
+
+
+def test_a_pytest_that_only_tells_something_is_none(runner, tmp_path):
+    found = runner["pytest"](tmp_path, ["--version"], tmp_path / "report.xml")
+
+    assert found == (0, Counter())
+
+
+def test_help_needs_no_environment(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts/test", tmp_path / "scripts")
+    done = subprocess.run([script, "--help"], capture_output=True, text=True)
+
+    assert done.returncode == 0
+    assert "usage: scripts/test" in done.stdout
 
 
 def test_upstreams_tests_come_without_upstreams_package(project, tmp_path):

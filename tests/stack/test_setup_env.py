@@ -3,6 +3,8 @@
 """scripts/setup_env.sh, with a stand-in for Python and pip that writes a log."""
 
 import os
+import select
+import signal
 import subprocess
 from pathlib import Path
 
@@ -25,6 +27,11 @@ case "$*" in
     echo "pip $*" >>"$root/log"
     if [ -e "$root/broken" ]; then exit 1; fi
     if [ -e "$root/killed" ]; then kill -KILL $$; fi
+    if [ -p "$root/slow" ]; then
+        exec 9>"$root/slow"
+        echo running >&9
+        exec sleep 1000
+    fi
     case "$*" in "install $root[vision]")
         mkdir "$root/.venv/lib/python3.11/site-packages/vllm-1.dist-info" ;;
     esac
@@ -49,15 +56,21 @@ class Environment:
         (root / "bin/python3").write_text(PYTHON)
         (root / "bin/python3").chmod(0o755)
 
-    def setup(self, path: str | None = None) -> subprocess.CompletedProcess:
+    def start(self, path: str | None = None) -> subprocess.Popen:
         path = path or f"{self.root}/bin:{os.environ['PATH']}"
-        return subprocess.run(
+        return subprocess.Popen(
             ["/bin/bash", "-c", "source scripts/setup_env.sh && setup_env test"],
             cwd=self.root,
             env={"PATH": path, "ROOT_OF_TEST": str(self.root)},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
+
+    def setup(self, path: str | None = None) -> subprocess.CompletedProcess:
+        with self.start(path) as process:
+            out, err = process.communicate()
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def log(self) -> list[str]:
         lines = (self.root / "log").read_text().splitlines()
@@ -109,6 +122,25 @@ def test_an_interrupted_installation_starts_anew(environment):
     environment.log()
 
     (environment.root / "killed").unlink()
+    assert environment.setup().returncode == 0
+    assert environment.log() == ["venv", FORK, TOOLS]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_script_alone_ends_pip(environment, signum):
+    slow = environment.root / "slow"
+    os.mkfifo(slow)
+    with environment.start() as script, slow.open() as pip:
+        assert pip.readline() == "running\n"
+        script.send_signal(signum)
+        _, err = script.communicate(timeout=60)
+        # That is, nobody can write to it any more.
+        assert select.select([pip], [], [], 60)[0] and pip.read() == ""
+    assert script.returncode == 128 + signum
+    assert err.endswith("during the set-up; the next run repairs it.\n")
+
+    slow.unlink()
+    environment.log()
     assert environment.setup().returncode == 0
     assert environment.log() == ["venv", FORK, TOOLS]
 
