@@ -3,12 +3,13 @@
 """Run our tests and upstream's, and add the two up; scripts/test calls this.
 
 Arguments go to pytest. Paths choose: one of ours, one of upstream's (as it is
-called in upstream's tree), or both.
+called in upstream's tree), or both. A whole run of ours has two workers.
 """
 
 import argparse
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stack import fetch, pins, upstream_tests
+from stack import fetch, pins, target, upstream_tests
 from stack.errors import StackError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +28,10 @@ SELECTION = ROOT / "tests" / "upstream" / "selection.toml"
 # pytest's options whose value, given apart, must not be taken for a path.
 VALUED = ("-k", "-m", "-p", "-o", "-c", "-W", "-r", "-n", "--deselect", "--ignore")
 FLAGS = ("-v", "-q", "-l", "-s")
+
+ENGINES = "tests/e2e"
+# By file, so that what a module sets up (an engine, say) is set up once.
+WORKERS = ("-n", "2", "--dist", "loadfile")
 
 # pytest's exit codes for "all passed" and "nothing was selected".
 PASSED, NOTHING_RAN = 0, 5
@@ -55,6 +60,22 @@ class Arguments:
         for option in VALUED:
             parser.add_argument(option, action="append")
         return parser.parse_known_args(self.options)[0].maxfail or math.inf
+
+    def parts(self, device: str) -> list[list[str]]:
+        """Our tests, as pytest is to run them: the arguments of each of its runs."""
+        if self.ours:
+            return [self.ours]
+        if self.any_path:
+            return []
+        if all(
+            re.fullmatch("-[vqlx]+|--exitfirst|--maxfail=.*", o) for o in self.options
+        ):
+            if device == "cpu":
+                return [[*WORKERS]]
+            # An engine takes most of a GPU's memory.
+            return [[*WORKERS, f"--ignore={ENGINES}"], [ENGINES]]
+        # To start two workers takes longer than a few tests.
+        return [[]]
 
 
 def sort_arguments(
@@ -118,10 +139,12 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
 
     total: Counter = Counter()
     codes = []
-    if args.ours or not args.any_path:
-        code, counts = pytest(ROOT, [*args.options, *args.ours], scratch / "ours.xml")
-        codes.append(code)
-        total += counts
+    for number, part in enumerate(args.parts(target.detect().device)):
+        if total["failed"] < args.max_failures:
+            report = scratch / f"ours{number}.xml"
+            code, counts = pytest(ROOT, [*args.options, *part], report)
+            codes.append(code)
+            total += counts
     if (args.upstream or not args.any_path) and total["failed"] < args.max_failures:
         print(
             f"\nUpstream's tests of vLLM {base.version}, against the fork:", flush=True

@@ -73,6 +73,32 @@ def test_else_a_failure_does_not_end_the_run(sort, options):
     assert sort(*options).max_failures == math.inf
 
 
+@pytest.mark.parametrize("options", [[], ["-x"], ["-vx"], ["--maxfail=2"]])
+def test_a_whole_run_has_two_workers(sort, options):
+    workers = ["-n", "2", "--dist", "loadfile"]
+
+    assert sort(*options).parts("cpu") == [workers]
+    # Two engines do not fit a GPU.
+    assert sort(*options).parts("cuda") == [
+        [*workers, "--ignore=tests/e2e"],
+        ["tests/e2e"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "parts"),
+    [
+        (["-k", "it"], [[]]),
+        (["--pdb"], [[]]),
+        (["-s"], [[]]),
+        (["tests/test_a.py"], [["tests/test_a.py"]]),
+        (["tests/test_b.py"], []),
+    ],
+)
+def test_what_is_chosen_runs_one_after_the_other(sort, argv, parts):
+    assert sort(*argv).parts("cpu") == sort(*argv).parts("cuda") == parts
+
+
 def test_what_pytest_found_is_counted(runner, tmp_path):
     (tmp_path / "test_it.py").write_text(
         "import pytest\n"
