@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Whether a configuration gives the arena anything to carry.
+
+Imports nothing of the arena: configurations are made where there is none.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+def warn_if_useless(vllm_config: "VllmConfig") -> None:
+    """Warn once, and say what would help, if `enable_shm_tensor_arena` is on and
+    no large tensor will go through the queue. Called by `VllmConfig`. Workers on
+    other nodes are known to the queue only, which warns itself."""
+    if reason := _useless_reason(vllm_config):
+        logger.warning_once("enable_shm_tensor_arena has no effect: %s", reason)
+
+
+def _useless_reason(vllm_config: "VllmConfig") -> str | None:
+    parallel_config = vllm_config.parallel_config
+    if parallel_config.distributed_executor_backend == "uni":
+        return (
+            "a single worker gets its inputs without a message queue. Use "
+            "--tensor-parallel-size 2 or more, or --distributed-executor-backend mp."
+        )
+    model_config = vllm_config.model_config
+    if model_config is None or model_config.enable_prompt_embeds:
+        return None
+    mm_config = model_config.multimodal_config
+    if mm_config is None or mm_config.language_model_only:
+        return (
+            "with text alone no tensor of 8 MiB is sent to the workers. It carries "
+            "multi-modal inputs, or prompt embeddings with --enable-prompt-embeds; "
+            "without either, leave it out."
+        )
+    # Several API servers, or engines behind one, do not share this cache.
+    if (
+        mm_config.mm_processor_cache_type == "shm"
+        and mm_config.mm_processor_cache_gb > 0
+        and parallel_config._api_process_count == 1
+        and (
+            parallel_config.data_parallel_size == 1
+            or parallel_config.data_parallel_external_lb
+        )
+    ):
+        return (
+            "with --mm-processor-cache-type shm multi-modal inputs reach the workers "
+            "through that cache, except those above "
+            "--mm-shm-cache-max-object-size-mb "
+            f"({mm_config.mm_shm_cache_max_object_size_mb}). "
+            "Use --mm-processor-cache-type lru."
+        )
+    return None
