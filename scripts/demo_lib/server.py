@@ -8,7 +8,8 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,9 @@ class Server:
 
     def __init__(self, process: OwnProcess, port: int) -> None:
         self._process = process
+        self._url = f"http://127.0.0.1:{port}"
         self._client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1",
+            base_url=f"{self._url}/v1",
             api_key="none",
             max_retries=0,
             timeout=REQUEST_SECONDS,
@@ -143,6 +145,11 @@ class Server:
         traffic = read_traffic(self._process.log, start=log_size)
         return Answer(first_token_seconds, tokens, traffic)
 
+    def metrics(self) -> str:
+        """What the server exports to Prometheus."""
+        with urllib.request.urlopen(f"{self._url}/metrics", timeout=60) as answer:
+            return answer.read().decode()
+
     def _last_error(self) -> str:
         lines = self._process.log.read_text(errors="replace").splitlines()
         told = [line.strip() for line in lines if line.strip()]
@@ -153,9 +160,16 @@ class Server:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, *, arena: bool, max_images: int, log: Path, env: dict[str, str]
+    model: Path,
+    *,
+    arena: bool,
+    max_images: int,
+    log: Path,
+    env: dict[str, str],
+    options: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Start `vllm serve`; leaving the block ends it and all it has made."""
+    """Start `vllm serve`; leaving the block ends it and all it has made. `options`
+    are for its command line, beside ours."""
     program = Path(sys.executable).with_name("vllm")
     if not program.exists():
         raise DemoError(f"There is no vLLM in this environment: {program} is missing.")
@@ -177,6 +191,7 @@ def serve(
         "--no-enable-prefix-caching",
         "--skip-mm-profiling",
         "--enable-shm-tensor-arena" if arena else "--no-enable-shm-tensor-arena",
+        *options,
     ]
     with own_process(command, env, log) as process:
         yield Server(process, port)

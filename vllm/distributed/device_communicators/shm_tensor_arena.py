@@ -14,6 +14,7 @@ import functools
 import math
 import pickle
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -35,8 +36,13 @@ from vllm.distributed.device_communicators.shm_arena.pinning import PinnedPrefix
 from vllm.distributed.device_communicators.shm_arena.releases import SlotReleases
 from vllm.distributed.device_communicators.shm_arena.segment import ArenaSegment
 from vllm.distributed.device_communicators.shm_arena.slots import SlotBook
+from vllm.distributed.device_communicators.shm_arena.stats import (
+    ArenaStats,
+    DeclineReason,
+)
 from vllm.distributed.device_communicators.shm_broadcast import _reduce_tensor
 from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
 
 logger = init_logger(__name__)
 
@@ -52,6 +58,9 @@ _N_SLOTS = 1024
 # append to a deque), and the writer wants slots back within 100 ms: one look
 # sees that a tensor is gone, the next that the device is done with it.
 _RELEASE_POLL_MS = 25
+# While slots are held and nothing is diverted, stats are made this often and not
+# for every step of decoding: looking at all slots takes some 40 us.
+_GAUGES_INTERVAL_S = 0.1
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 
@@ -137,6 +146,8 @@ class ShmTensorArena:
             self._segment, layout, self._mapping, self._pool, publish_steps
         )
         self._book = SlotBook(self._layout.n_slots)
+        self._stats = ArenaStats()
+        self._gauges_due = 0.0
         self._all_attached = False
         # Guards the book: several threads may enqueue.
         self._lock = threading.Lock()
@@ -207,13 +218,6 @@ class ShmTensorArena:
         # several times slower if it has to take them.
         self._backing.prepare_first_step()
         self._flags.state = ArenaFlags.IN_USE
-        prepared = self._flags.prepared_steps * PREPARE_STEP_BYTES
-        logger.info(
-            "Shm tensor arena: %d MiB for %d readers, %d MiB prepared",
-            self._layout.data_bytes >> 20,
-            self._layout.n_reader,
-            min(prepared, self._layout.data_bytes) >> 20,
-        )
 
     # ---- Writer -------------------------------------------------------------
 
@@ -237,17 +241,23 @@ class ShmTensorArena:
             raise ValueError("only the writer writes to the arena")
         raw = _raw_bytes(t)
         if raw is None:
-            return self._decline(t.numel() * t.element_size(), "not eligible")
+            self._decline(t.numel() * t.element_size(), DeclineReason.NOT_ELIGIBLE)
+            return None
         nbytes = raw.numel()
         if not self._readers_attached():
-            return self._decline(nbytes, "not every reader has attached")
+            self._decline(nbytes, DeclineReason.NOT_ATTACHED)
+            return None
         n = self._layout.slots_for(nbytes)
         with self._lock:
             self._free(self._flags.done_slots())
             slot = self._book.take(n)
         if slot is None:
             too_large = n > self._layout.n_slots
-            return self._decline(nbytes, "too large" if too_large else "no room")
+            self._decline(
+                nbytes, DeclineReason.TOO_LARGE if too_large else DeclineReason.NO_ROOM
+            )
+            return None
+        started = time.perf_counter()
         try:
             backed = self._backing.take(slot, n)
             if backed:
@@ -258,15 +268,17 @@ class ShmTensorArena:
             raise
         if not backed:
             self.give_back([slot])
-            return self._decline(nbytes, "no space in /dev/shm")
+            self._decline(nbytes, DeclineReason.NO_SPACE)
+            return None
+        self._stats.on_divert(nbytes, time.perf_counter() - started)
         self._flags.publish(slot, n)
         logger.debug("Diverted %d bytes to slot %d", nbytes, slot)
         self._backing.prepare_ahead(slot + n, self._book.peak)
         return slot
 
-    @staticmethod
-    def _decline(nbytes: int, reason: str) -> None:
-        logger.debug("Declined %d bytes: %s", nbytes, reason)
+    def _decline(self, nbytes: int, reason: DeclineReason) -> None:
+        self._stats.on_decline(nbytes, reason)
+        logger.debug("Declined %d bytes: %s", nbytes, reason.value)
 
     def _readers_attached(self) -> bool:
         if not self._all_attached:
@@ -306,6 +318,67 @@ class ShmTensorArena:
         """Called by `MessageQueue.enqueue` when it fails: what the message has
         taken and not committed is free again."""
         self.give_back(self.uncommitted.pop(threading.get_ident(), []))
+
+    @property
+    def in_use(self) -> bool:
+        """Whether slots were in use when that was last looked at."""
+        return bool(self._book.live)
+
+    def take_stats(self) -> dict[str, Any] | None:
+        """Counts since the last call and gauges of now, as plain values, or None
+        if there is nothing new. Called by EngineCore for each `SchedulerStats`,
+        so it costs two tests where nothing is diverted. `shm_arena/metrics.py`
+        says what each value is.
+        """
+        if not self._stats.changed and (
+            not self._book.live or time.monotonic() < self._gauges_due
+        ):
+            return None
+        self._gauges_due = time.monotonic() + _GAUGES_INTERVAL_S
+        layout, book, flags = self._layout, self._book, self._flags
+        with self._lock:
+            self._free(flags.done_slots())
+            stats: dict[str, Any] = {
+                "slots_in_use": book.n_live,
+                "bytes_in_use": book.n_live * layout.slot_bytes,
+                "peak_bytes": book.peak * layout.slot_bytes,
+                "largest_free_bytes": book.largest_free * layout.slot_bytes,
+                "oldest_slot_age_seconds": book.oldest_age,
+            }
+        missing = set(flags.missing_readers())
+        stats |= {
+            "capacity_bytes": layout.n_slots * layout.slot_bytes,
+            "prepared_bytes": self._step_bytes(flags.prepared_steps),
+            "reader_attached": [
+                int(rank not in missing) for rank in range(layout.n_reader)
+            ],
+            "reader_pinned_bytes": [
+                self._step_bytes(steps) for steps in flags.pinned_steps()
+            ],
+        }
+        return stats | self._stats.take()
+
+    def log_start(self) -> None:
+        """Say what there is. Called by the executor when its workers are ready:
+        they have pinned the first step by then."""
+        layout, flags = self._layout, self._flags
+        if flags.state != ArenaFlags.IN_USE:
+            return  # `on_barrier` has warned
+        pinned = [self._step_bytes(steps) for steps in flags.pinned_steps()]
+        failures = flags.pin_failures()
+        logger.info(
+            "Shm tensor arena: %d MiB for %d workers, %d MiB prepared, %d MiB pinned "
+            "by %d of them%s",
+            layout.data_bytes >> 20,
+            layout.n_reader,
+            self._step_bytes(flags.prepared_steps) >> 20,
+            max(pinned) >> 20,
+            sum(nbytes > 0 for nbytes in pinned),
+            f" ({'; '.join(failures)})" if failures else "",
+        )
+
+    def _step_bytes(self, steps: int) -> int:
+        return min(steps * PREPARE_STEP_BYTES, self._layout.data_bytes)
 
     # ---- Reader -------------------------------------------------------------
 
@@ -414,10 +487,15 @@ class ShmTensorArena:
         steps = self._flags.prepared_steps
         if steps == self._pinned_steps:
             return
-        prepared = min(steps * PREPARE_STEP_BYTES, self._layout.data_bytes)
+        prepared = self._step_bytes(steps)
         if not self._prefixes.pin_to(prepared):
             return
         self._pinned_steps = steps
+        self._flags.set_pinned(
+            self._reader_rank,
+            cdiv(self._prefixes.pinned_bytes, PREPARE_STEP_BYTES),
+            self._prefixes.failure,
+        )
         if self._prefixes.pinned_bytes < prepared:
             # Pinning would have mapped the pages; without it the first look at
             # each costs a fault. Before Linux 5.14 it still does.

@@ -10,6 +10,8 @@ from vllm.distributed.device_communicators.shm_broadcast import memory_fence
 from vllm.utils.math_utils import cdiv, round_up
 
 _LENGTH_BYTES = 4
+# A sentence's worth, for why a reader does not pin.
+_NOTE_BYTES = 96
 
 
 class ArenaLayout:
@@ -19,10 +21,12 @@ class ArenaLayout:
     of the mapping can be pinned:
 
         | slots | state | prepared | attached * n_reader | flags | run lengths |
+        | pinned * n_reader | notes |
 
-    `flags` holds `1 + n_reader` bytes a slot, `run lengths` 4. Every other
-    field is one byte: single-byte stores are atomic on every platform, wider
-    ones through a memoryview are not. (A length is guarded by its flags.)
+    `flags` holds `1 + n_reader` bytes a slot, `run lengths` 4, `notes` 96 a
+    reader. Every other field is one byte: single-byte stores are atomic on
+    every platform, wider ones through a memoryview are not. (A length is
+    guarded by its flags, a note by its own first byte.)
 
     Args:
         n_reader: Readers, all on this node.
@@ -51,7 +55,9 @@ class ArenaLayout:
         self.data_bytes = self.slot_stride * n_slots
         self.flags_per_slot = 1 + n_reader
         self.lengths_offset = 2 + n_reader + n_slots * self.flags_per_slot
-        self.control_bytes = self.lengths_offset + n_slots * _LENGTH_BYTES
+        self.pinned_offset = self.lengths_offset + n_slots * _LENGTH_BYTES
+        self.notes_offset = self.pinned_offset + n_reader
+        self.control_bytes = self.notes_offset + n_reader * _NOTE_BYTES
         self.total_bytes = self.data_bytes + self.control_bytes
         # Left to others in /dev/shm. The queue's ring buffer beside the arena
         # (240 MiB by default) takes its pages late and without asking, and
@@ -97,7 +103,9 @@ class ArenaFlags:
         self._prepared = control[1:2]
         self._attached = control[2 : 2 + layout.n_reader]
         self._slots = control[2 + layout.n_reader : layout.lengths_offset]
-        self._lengths = control[layout.lengths_offset : layout.control_bytes]
+        self._lengths = control[layout.lengths_offset : layout.pinned_offset]
+        self._pinned = control[layout.pinned_offset : layout.notes_offset]
+        self._notes = control[layout.notes_offset : layout.control_bytes]
         self._stride = layout.flags_per_slot
         # The same bytes as `_slots`, for looking at all of them at once.
         self._table: np.ndarray | None = np.frombuffer(
@@ -114,6 +122,8 @@ class ArenaFlags:
             self._attached,
             self._slots,
             self._lengths,
+            self._pinned,
+            self._notes,
         ):
             view.release()
 
@@ -145,6 +155,30 @@ class ArenaFlags:
         """Ranks of the readers that have not attached. Called by the writer."""
         memory_fence()
         return [rank for rank, flag in enumerate(self._attached) if not flag]
+
+    def set_pinned(self, rank: int, steps: int, failure: str | None) -> None:
+        """Reader `rank` has pinned the first `steps` preparation steps, and pins
+        no more for the reason `failure`, if that is not None. For the writer's
+        statistics. Called by the reader."""
+        self._pinned[rank] = steps
+        note = (failure or "").encode(errors="replace")[: _NOTE_BYTES - 1]
+        start = rank * _NOTE_BYTES
+        self._notes[start + 1 : start + 1 + len(note)] = note
+        memory_fence()
+        self._notes[start] = len(note)
+
+    def pinned_steps(self) -> list[int]:
+        """How many preparation steps each reader has pinned."""
+        return list(self._pinned)
+
+    def pin_failures(self) -> list[str]:
+        """Why readers do not pin, each reason once. Empty if all do."""
+        notes = []
+        for start in range(0, len(self._notes), _NOTE_BYTES):
+            length = self._notes[start]
+            memory_fence()
+            notes.append(bytes(self._notes[start + 1 : start + 1 + length]))
+        return [note.decode(errors="replace") for note in dict.fromkeys(notes) if note]
 
     def publish(self, slot: int, length: int) -> None:
         """Hand a written run of `length` slots to the readers. Called by the

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Which slots of the arena are free: the writer's private book."""
 
+import time
 from bisect import bisect_left
 
 
@@ -24,7 +25,10 @@ class SlotBook:
         self.n_slots = n_slots
         # First slot of every live run -> its length in slots.
         self.live: dict[int, int] = {}
-        self._n_live = 0
+        # The same runs, oldest first -> when they were taken.
+        self._taken_at: dict[int, float] = {}
+        # Slots that are live.
+        self.n_live = 0
         # Most slots that were live at a time.
         self.peak = 0
         # (start, end) of every free run, ascending, never two adjacent ones.
@@ -40,8 +44,9 @@ class SlotBook:
                 else:
                     self._free[i] = (start + n, end)
                 self.live[start] = n
-                self._n_live += n
-                self.peak = max(self.peak, self._n_live)
+                self._taken_at[start] = time.monotonic()
+                self.n_live += n
+                self.peak = max(self.peak, self.n_live)
                 return start
         return None
 
@@ -53,7 +58,8 @@ class SlotBook:
 
         """
         length = self.live.pop(first)
-        self._n_live -= length
+        del self._taken_at[first]
+        self.n_live -= length
         start, end = first, first + length
         i = bisect_left(self._free, (start, end))
         if i < len(self._free) and self._free[i][0] == end:
@@ -62,3 +68,14 @@ class SlotBook:
             i -= 1
             start = self._free.pop(i)[0]
         self._free.insert(i, (start, end))
+
+    @property
+    def largest_free(self) -> int:
+        """Slots of the longest free run."""
+        return max((end - start for start, end in self._free), default=0)
+
+    @property
+    def oldest_age(self) -> float:
+        """Seconds since the oldest live run was taken; 0 if none is live."""
+        oldest = next(iter(self._taken_at.values()), None)
+        return 0.0 if oldest is None else time.monotonic() - oldest
