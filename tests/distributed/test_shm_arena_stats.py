@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import queue
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import promql_parser
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -30,6 +32,11 @@ from vllm.v1.metrics.loggers import LoggingStatLogger, PrometheusStatLogger
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+DASHBOARD = (
+    Path(__file__).parents[2]
+    / "examples/observability/dashboards/grafana/shm_tensor_arena.json"
+)
 
 
 class Clock:
@@ -440,3 +447,27 @@ def test_periodic_line_names_the_arena_only_when_it_was_used(
     else:
         assert "arena" not in lines[0]
     assert "arena" not in lines[1]
+
+
+# ---- The dashboard ------------------------------------------------------------------
+
+
+def test_dashboard_asks_for_metrics_that_the_server_exports(exported: set[str]):
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [
+        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
+    ]
+    asked = set()
+    for expression in expressions:
+        # What Grafana puts in.
+        query = expression.replace("$__rate_interval", "5m")
+        parsed = promql_parser.parse(query)
+        asked |= set(re.findall(r"vllm:\w+", parsed.prettify()))
+    for variable in dashboard["templating"]["list"]:
+        asked |= set(re.findall(r"vllm:\w+", json.dumps(variable)))
+    assert asked <= exported
+    # And leaves out none.
+    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in exported}
+    families = {name for name in families if "shm_tensor_arena" in name}
+    shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
+    assert {name for name in families if f"{name}_total" not in families} == shown
