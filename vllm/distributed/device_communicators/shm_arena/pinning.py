@@ -152,7 +152,7 @@ class PinnedPrefixes:
 
     def pin_to(self, nbytes: int) -> bool:
         """Pin the first `nbytes` bytes, if that is more than before and works.
-        A failure is normal and final: one log line, and views stay unpinned.
+        A failure is normal and final: it is logged, and views stay unpinned.
         Returns False if it was put off: ask again."""
         nbytes = min(nbytes, self._data_bytes)
         if self.failure is not None or nbytes <= self.pinned_bytes:
@@ -169,7 +169,9 @@ class PinnedPrefixes:
                 address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
                 self.failure = register_host_memory(address, nbytes)
         if self.failure is not None:
-            logger.info(
+            # The writer's line at the start tells of a first step that failed.
+            log = logger.info if self.pinned_bytes else logger.debug
+            log(
                 "Shm tensor arena: %d MiB pinned and no more (%s); copies to the "
                 "device from the rest of it are pageable",
                 self.pinned_bytes >> 20,
