@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo_lib.arena_log import THRESHOLD_BYTES
+from demo_lib.chart import Bars, draw
 from demo_lib.photos import as_data_url, photograph
 from demo_lib.server import (
     Answer,
@@ -111,6 +112,7 @@ def run(pages: tuple[Page, ...], repeats: int) -> None:
         for page in pages:
             check_traffic(page, page.tensor_bytes(model), arena, answers[arena][page])
     print_table(model, answers, logs)
+    draw_chart(model, answers, logs / "demo.png")
     for page in pages:
         check_tokens(page, answers[False][page], answers[True][page])
 
@@ -194,9 +196,33 @@ def print_table(
     )
 
 
+def draw_chart(
+    model: Path, answers: dict[bool, dict[Page, list[Answer]]], path: Path
+) -> None:
+    requests = []
+    for page, off in answers[False].items():
+        arms = off, answers[True][page]
+        requests.append(
+            Bars(
+                label="\n".join((*page.photos, f"{page.edge}²")),
+                tensor_bytes=sum(page.tensor_bytes(model)),
+                first_token_seconds=tuple(map(first_token_seconds, arms)),
+                arena_bytes=tuple(sum(arm[-1].traffic.diverted) for arm in arms),
+            )
+        )
+    draw(path, requests)
+    print(f"Chart: {path}")
+
+
 def first_token(answers: list[Answer]) -> str:
-    timed = [answer.first_token_seconds for answer in answers[WARM_UPS:]]
-    return f"{statistics.median(timed):.2f} s"
+    return f"{first_token_seconds(answers):.2f} s"
+
+
+def first_token_seconds(answers: list[Answer]) -> float:
+    """The median without the warm-ups."""
+    return statistics.median(
+        answer.first_token_seconds for answer in answers[WARM_UPS:]
+    )
 
 
 def through_arena(answers: list[Answer]) -> str:

@@ -3,6 +3,7 @@
 """The demo as its user sees it: the engine behind HTTP, and an orderly end."""
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -62,9 +63,12 @@ def test_quick_demo_shows_the_table():
     assert "0: 0 bytes" in row
     assert "1: 25,759,104 bytes" in row
     assert row.endswith("yes")
-    logs = Path(output.rpartition("Logs: ")[2].strip())
-    assert logs.name.endswith(f"-{demo.pid}"), "another demo would write there"
-    assert {"arena-off.log", "arena-on.log"} <= {path.name for path in logs.iterdir()}
+    (logs,) = re.findall(r"Logs: (.+)$", output, re.MULTILINE)
+    assert logs.endswith(f"-{demo.pid}"), "another demo would write there"
+    names = {"arena-off.log", "arena-on.log"}
+    assert names <= {path.name for path in Path(logs).iterdir()}
+    (chart,) = re.findall(r"^Chart: (.+)$", output, re.MULTILINE)
+    assert Path(chart).read_bytes().startswith(b"\x89PNG")
 
 
 def test_demo_stopped_at_the_start_leaves_no_process():
