@@ -33,10 +33,9 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-DASHBOARD = (
-    Path(__file__).parents[2]
-    / "examples/observability/dashboards/grafana/shm_tensor_arena.json"
-)
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "examples/observability/dashboards/grafana/shm_tensor_arena.json"
+GUIDE = ROOT / "docs/usage.md"
 
 
 class Clock:
@@ -449,25 +448,38 @@ def test_periodic_line_names_the_arena_only_when_it_was_used(
     assert "arena" not in lines[1]
 
 
-# ---- The dashboard ------------------------------------------------------------------
+# ---- Dashboard and guide ------------------------------------------------------------
+
+
+def families(samples: set[str]) -> set[str]:
+    """What a person calls the arena's metrics: without a histogram's suffixes."""
+    found = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in samples}
+    # A counter's creation is a sample beside its total.
+    return {
+        name
+        for name in found
+        if "shm_tensor_arena" in name and f"{name}_total" not in found
+    }
 
 
 def test_dashboard_asks_for_metrics_that_the_server_exports(exported: set[str]):
     dashboard = json.loads(DASHBOARD.read_text())
-    expressions = [
-        target["expr"] for panel in dashboard["panels"] for target in panel["targets"]
-    ]
     asked = set()
-    for expression in expressions:
-        # What Grafana puts in.
-        query = expression.replace("$__rate_interval", "5m")
-        parsed = promql_parser.parse(query)
-        asked |= set(re.findall(r"vllm:\w+", parsed.prettify()))
+    for panel in dashboard["panels"]:
+        for target in panel["targets"]:
+            # What Grafana puts in.
+            query = target["expr"].replace("$__rate_interval", "5m")
+            asked |= set(re.findall(r"vllm:\w+", promql_parser.parse(query).prettify()))
     for variable in dashboard["templating"]["list"]:
         asked |= set(re.findall(r"vllm:\w+", json.dumps(variable)))
     assert asked <= exported
-    # And leaves out none.
-    families = {re.sub(r"_(bucket|count|sum|created)$", "", name) for name in exported}
-    families = {name for name in families if "shm_tensor_arena" in name}
-    shown = {re.sub(r"_(bucket|count|sum)$", "", name) for name in asked}
-    assert {name for name in families if f"{name}_total" not in families} == shown
+    assert families(asked) == families(exported)
+
+
+def test_guide_lists_the_metrics_that_the_server_exports(exported: set[str]):
+    _, table = GUIDE.read_text().split("| `vllm:shm_tensor_arena_…` | tells |\n")
+    listed = set()
+    for row in table.partition("\n\n")[0].splitlines()[1:]:
+        listed |= set(re.findall(r"`(\w+)`", row.split("|")[1]))
+    listed -= {"reason", "reader"}  # labels
+    assert {f"vllm:shm_tensor_arena_{name}" for name in listed} == families(exported)
