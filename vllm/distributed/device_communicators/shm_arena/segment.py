@@ -40,7 +40,9 @@ class ArenaSegment:
 
     def __init__(self, total_bytes: int, reserve_bytes: int, name: str | None = None):
         if sys.platform != "linux":
-            raise RuntimeError("--enable-shm-tensor-arena needs Linux")
+            raise RuntimeError(
+                "--enable-shm-tensor-arena needs Linux: leave it out on this platform"
+            )
         # A forked child inherits this object and must not remove the name.
         self._creator_pid = os.getpid() if name is None else None
         if name is None:
