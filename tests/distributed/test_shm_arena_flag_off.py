@@ -63,6 +63,9 @@ for name, obj in corpus.items():
     with queue.buffer.get_data(0) as chunk:
         hashes.append(hashlib.sha256(chunk).hexdigest())
     wire[name] = hashes
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import LoggingStatLogger
+LoggingStatLogger(VllmConfig())
 print(json.dumps(dict(
     wire=wire,
     arena_modules=[name for name in sys.modules if "shm_arena" in name
