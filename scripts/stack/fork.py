@@ -5,16 +5,46 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import series
+from . import overlay, series
 from .errors import StackError
 from .pins import Base, Distribution, fork_version
 from .target import Target
 
 VERSION_FILE = "vllm/_version.py"
+
+
+def package_edits(
+    base: Base,
+    patches: list[series.Patch],
+    overlay: Iterable[str],
+    read: Callable[[str], bytes | None],
+) -> dict[str, bytes | None]:
+    """Return the base's package files that the stack changes, None where it deletes.
+
+    Raises:
+        StackError: If a patch does not apply, or the overlay has a file of the
+            base that it is not meant to replace.
+
+    """
+    edits = series.apply(patches, read, lambda path: path.startswith("vllm/"))
+    overlay = set(overlay)
+    for path in sorted(overlay):
+        if path in edits or (path not in base.replaces and read(path) is not None):
+            raise StackError(
+                f"{path} is a file of vLLM {base.version} or of a patch: "
+                "change it by a patch, the overlay is for new files."
+            )
+    for path in sorted(base.replaces):
+        if path not in overlay or read(path) is None:
+            raise StackError(
+                f"patches/upstream.toml says that the overlay replaces {path} of vLLM "
+                f"{base.version}, but only one of the two has it."
+            )
+    return edits
 
 
 @dataclass(frozen=True)
@@ -35,26 +65,17 @@ class Fork:
             base.wheel(target.device, target.machine),
             fork_version(root, base, target.device),
             series.load(base.patches),
-            {
-                path.relative_to(root).as_posix(): path
-                for path in sorted((root / "vllm").rglob("*.py"))
-            },
+            overlay.package_files(root),
         )
 
     def edits(self, read: Callable[[str], bytes | None]) -> dict[str, bytes | None]:
-        """Return the base's files that the fork changes, None where it deletes.
+        """Return what `package_edits` does, and the file with the version.
 
         Args:
             read: Gives a file of the base's wheel, None where there is none.
 
         """
-        edits = series.apply(self.patches, read, lambda path: path.startswith("vllm/"))
-        for path in self.overlay:
-            if path in edits or read(path) is not None:
-                raise StackError(
-                    f"{path} is a file of vLLM {self.base.version} or of a patch: "
-                    "change it by a patch, the overlay is for new files."
-                )
+        edits = package_edits(self.base, self.patches, self.overlay, read)
         edits[VERSION_FILE] = self._version_file(read(VERSION_FILE) or b"")
         return edits
 

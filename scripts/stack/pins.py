@@ -2,14 +2,18 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What is pinned: the bases, their distributions, the fork's version tag."""
 
+import json
 import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
 
 from .errors import StackError
+
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Base:
     wheels: dict[tuple[str, str], Distribution]
     """By device and machine, as in ("cpu", "x86_64")."""
     patches: Path
+    replaces: frozenset[str] = frozenset()
+    """Its files whose place the overlay takes, relative to its tree."""
 
     def wheel(self, device: str, machine: str) -> Distribution:
         try:
@@ -49,6 +55,7 @@ class Base:
 
 
 def load_base(root: Path, version: str | None = None) -> Base:
+    """Return the base of that version, or the one that upstream.toml prefers."""
     path = root / "patches" / "upstream.toml"
     try:
         pins = tomllib.loads(path.read_text())
@@ -64,13 +71,42 @@ def load_base(root: Path, version: str | None = None) -> Base:
             Distribution(**table["sdist"]),
             {
                 (device, machine): Distribution(**pin)
-                for device in ("cpu", "cuda")
+                for device in DEVICES
                 for machine, pin in table.get(device, {}).items()
             },
             root / "patches" / version,
+            frozenset(table.get("replaces", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise StackError(f"patches/upstream.toml cannot be used: {e!r}.") from e
+
+
+def versions(root: Path) -> list[str]:
+    """Return the versions of all bases, oldest first."""
+    load_base(root)
+    pins = tomllib.loads((root / "patches" / "upstream.toml").read_text())
+    return sorted(pins["base"], key=Version)
+
+
+def add_base(root: Path, base: Base) -> None:
+    """Pin one more base, at the end of upstream.toml."""
+    text = f"\n[base.{_quoted(base.version)}]\n"
+    text += f"replaces = [{', '.join(map(_quoted, sorted(base.replaces)))}]\n"
+    tables = {"sdist": base.sdist} | {
+        f"{device}.{machine}": pin for (device, machine), pin in base.wheels.items()
+    }
+    for name, pin in tables.items():
+        text += f"\n[base.{_quoted(base.version)}.{name}]\n"
+        text += f"file = {_quoted(pin.file)}\nsha256 = {_quoted(pin.sha256)}\n"
+    path = root / "patches" / "upstream.toml"
+    draft = path.with_name(path.name + ".new")
+    draft.write_text(path.read_text() + text)
+    draft.replace(path)
+
+
+def _quoted(text: str) -> str:
+    # A JSON string is a TOML string.
+    return json.dumps(text)
 
 
 def fork_version(root: Path, base: Base, device: str) -> str:
@@ -79,7 +115,18 @@ def fork_version(root: Path, base: Base, device: str) -> str:
     vLLM takes "cpu" in the version of the distribution "vllm" as the mark of
     a CPU build, so the tag itself must not contain it.
     """
-    tag = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["vllm-fork"][
-        "tag"
-    ]
+    try:
+        settings = tomllib.loads((root / "pyproject.toml").read_text())
+        tag = settings["tool"]["vllm-fork"]["tag"]
+        version = Version(f"{base.version}+{tag}")
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise StackError(
+            "pyproject.toml gives no usable tag for the fork's version, as in "
+            f'[tool.vllm-fork] tag = "shmarena.1": {e!r}.'
+        ) from e
+    if "cpu" in str(version.local):
+        raise StackError(
+            f"The tag {tag!r} in pyproject.toml has 'cpu' in it, which vLLM takes for "
+            "the mark of a CPU build."
+        )
     return f"{base.version}+{tag}" + (".cpu" if device == "cpu" else "")

@@ -67,7 +67,7 @@ def _contents(
 ) -> Iterator[tuple[ZipInfo, bytes]]:
     for info in base.infolist():
         name = info.filename
-        if name.startswith(base.dist_info):
+        if name.startswith(base.dist_info) or name in fork.overlay:
             continue
         data = edits[name] if name in edits else base.read(name)
         if data is not None:

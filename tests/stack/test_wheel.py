@@ -164,3 +164,44 @@ def test_the_real_wheel(tmp_path):
     assert all(" and extra == " in line for line in companions)
     entry_points = built.read(f"{built.dist_info_path}/entry_points.txt").decode()
     assert "vllm = vllm.entrypoints.cli.main:main" in entry_points
+
+
+@pytest.mark.parametrize(
+    "settings",
+    ["", "[tool.vllm-fork]\n", '[tool.vllm-fork]\ntag = "no tag"\n', "[", "tool = 1\n"],
+)
+def test_without_a_usable_tag_it_says_so(project, settings):
+    project.write("pyproject.toml", settings)
+
+    with pytest.raises(StackError, match=r"pyproject\.toml gives no usable tag"):
+        _ = project.fork
+
+
+def test_a_tag_that_marks_a_cpu_build_is_refused(project):
+    project.write("pyproject.toml", '[tool.vllm-fork]\ntag = "cpu.1"\n')
+
+    with pytest.raises(StackError, match="has 'cpu' in it"):
+        _ = project.fork
+
+
+def test_a_link_to_nowhere_is_refused(project):
+    project.write("vllm/arena.py", "").unlink()
+    (project.root / "vllm/arena.py").symlink_to("gone.py")
+
+    with pytest.raises(StackError, match=r"vllm/arena\.py is no file, or a link"):
+        _ = project.fork
+
+
+def test_a_base_file_that_the_overlay_replaces(project, tmp_path):
+    pins_file = project.root / "patches/upstream.toml"
+    text = pins_file.read_text()
+    entry = '[base."1.2.3"]\nreplaces = ["vllm/other.py"]\n[base."1.2.3".sdist]'
+    pins_file.write_text(text.replace('[base."1.2.3".sdist]', entry))
+
+    with pytest.raises(StackError, match="but only one of the two has it"):
+        build(project.fork, tmp_path / "out")
+
+    project.write("vllm/other.py", "mine\n")
+    built = build(project.fork, tmp_path / "out")
+    assert built.read("vllm/other.py") == b"mine\n"
+    assert built.namelist().count("vllm/other.py") == 1
