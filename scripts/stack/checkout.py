@@ -2,18 +2,30 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stack as a git checkout that one can edit, and back."""
 
+import io
 import shutil
 import tarfile
 import tempfile
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from pathlib import Path
 
 from . import patchform, series
 from .errors import StackError
 from .git import Git
+from .overlay import Overlay
 from .pins import Base
+from .series import Patch
 
-# The commit that the patches stand on.
+# The commit that the patches stand on, and the last one when the checkout was
+# made or exported.
 BASE_TAG = "fork-base"
+APPLIED_TAG = "fork-applied"
+
+# In the checkout's git configuration: the base's version, and the hash of the
+# series that the checkout was made of.
+BASE_KEY = "fork.base"
+STACK_KEY = "fork.stack"
 
 # Where nobody's name belongs: commits that the tool makes.
 TOOL = {
@@ -57,8 +69,27 @@ FORMAT_PATCH = (
 )
 
 
-def create(base: Base, sdist: Path, folder: Path) -> int:
+def default_folder(root: Path, base: Base) -> Path:
+    return root / "build" / f"stack-{base.version}"
+
+
+def create(
+    base: Base,
+    sdist: Path,
+    folder: Path,
+    overlay: Overlay,
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> int:
     """Make the folder a checkout of the base with each patch a commit.
+
+    The overlay's files are in the commits of the patches they belong to.
+
+    Args:
+        base: The base.
+        sdist: Its source distribution.
+        folder: A new or an empty folder.
+        overlay: Our own files.
+        wanted: Tells which of the base's files are to be in it.
 
     Returns:
         The number of patches.
@@ -69,87 +100,264 @@ def create(base: Base, sdist: Path, folder: Path) -> int:
     patches = series.load(base.patches)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        tree = _unpack(sdist, Path(scratch))
-        # git am takes hunks at other lines than they say; this does not.
-        series.apply(patches, lambda path: _read(tree / path))
-        git = Git(tree)
+        git = Git(Path(scratch, "tree"))
+        git.folder.mkdir()
         git("init", "--quiet", "--initial-branch=stack")
-        # What upstream's .gitignore names may still be in its sdist.
-        git("add", "--all", "--force")
-        git("commit", "--quiet", f"--message=vLLM {base.version}", env=TOOL)
+        import_base(git, base, sdist, "stack", wanted)
+        git("reset", "--quiet", "--hard")
+        # git am takes hunks at other lines than they say; this does not.
+        series.apply(patches, lambda path: _read(git.folder / path))
         git("tag", BASE_TAG)
-        for patch in patches:
-            git(
-                "am",
-                "--quiet",
-                "--keep-non-patch",
-                "--no-scissors",
-                "--whitespace=nowarn",
-                "--committer-date-is-author-date",
-                stdin=patch.text,
-                env=TOOL,
-            )
+        add_patches(git, patches, overlay)
+        git("tag", APPLIED_TAG)
+        git("config", BASE_KEY, base.version)
+        git("config", STACK_KEY, series.stack_hash(patches))
         if folder.exists():
             folder.rmdir()
-        shutil.move(tree, folder)
+        shutil.move(git.folder, folder)
     return len(patches)
 
 
-def export(base: Base, folder: Path) -> list[str]:
+def import_base(
+    git: Git,
+    base: Base,
+    sdist: Path,
+    branch: str,
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> None:
+    """Commit the sdist's wanted files to the branch, leaving the folder alone.
+
+    Straight from the archive into one pack: thousands of small files are slow to
+    write, and here they would be written twice.
+    """
+    stream = io.BytesIO()
+    message = f"vLLM {base.version}\n".encode()
+    when = datetime.fromisoformat(TOOL["GIT_COMMITTER_DATE"]).timestamp()
+    who = f"{TOOL['GIT_COMMITTER_NAME']} <{TOOL['GIT_COMMITTER_EMAIL']}>"
+    stream.write(f"commit refs/heads/{branch}\n".encode())
+    stream.write(f"committer {who} {when:.0f} +0000\n".encode())
+    stream.write(b"data %d\n%s" % (len(message), message))
+    with tarfile.open(sdist) as archive:
+        for member in archive:
+            name = member.name.partition("/")[2]
+            if not name or member.isdir() or not wanted(name):
+                continue
+            if member.issym():
+                mode, data = "120000", member.linkname.encode()
+            else:
+                file = archive.extractfile(member)
+                mode = "100755" if member.mode & 0o111 else "100644"
+                data = file.read() if file else b""
+            quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+            stream.write(f'M {mode} inline "{quoted}"\n'.encode())
+            stream.write(b"data %d\n%s\n" % (len(data), data))
+    git("fast-import", "--quiet", stdin=stream.getvalue())
+
+
+def add_patches(git: Git, patches: Iterable[Patch], overlay: Overlay) -> None:
+    """Add a commit for each patch, with the overlay's files that belong to it."""
+    for patch in patches:
+        git(
+            "am",
+            "--quiet",
+            "--keep-non-patch",
+            "--no-scissors",
+            "--whitespace=nowarn",
+            "--committer-date-is-author-date",
+            stdin=patch.text.encode(),
+            env=TOOL,
+        )
+        files = overlay.files(patch.name)
+        for name, source in files.items():
+            path = git.folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+        if files:
+            git("add", "--force", "--", *files)
+            git(
+                *("commit", "--quiet", "--amend", "--no-edit", "--allow-empty"),
+                "--cleanup=verbatim",
+                env={k: v for k, v in TOOL.items() if "COMMITTER" in k},
+            )
+
+
+def export(
+    base: Base, folder: Path, overlay: Overlay, force: bool = False
+) -> list[str]:
     """Write the checkout's commits after the base as the base's patches.
+
+    The overlay's files that were changed in the checkout are written back, too.
+
+    Args:
+        base: The base.
+        folder: The checkout.
+        overlay: Our own files.
+        force: Overwrite what has changed in the repository since `create`.
 
     Returns:
         The names of the patch files, in order.
 
     """
-    git = Git(folder)
-    if not (folder / ".git").is_dir():
-        raise StackError(f"{folder} is no checkout that `apply` made.")
-    if git("tag", "--list", BASE_TAG) == "":
-        raise StackError(f"The checkout {folder} has no tag {BASE_TAG}.")
+    git = opened(folder)
+    if git.get("config", BASE_KEY) != base.version:
+        raise StackError(
+            f"{folder} is a checkout of vLLM {git.get('config', BASE_KEY)}, not of "
+            f"{base.version}."
+        )
     if git("status", "--porcelain", "--untracked-files=no"):
         raise StackError(f"{folder} has changes that are not committed.")
-    stack = f"{BASE_TAG}..HEAD"
-    if git("rev-list", "--merges", stack):
-        raise StackError(f"{folder} has a merge commit, which is no patch.")
-    patches: dict[str, str] = {}
-    for commit in git("rev-list", "--reverse", stack).split():
-        text = patchform.without_index_lines(git(*FORMAT_PATCH, "-1", commit))
-        name = patchform.file_name(patchform.headers(text)["subject"])
-        if name in patches:
-            raise StackError(
-                f"Two commits of {folder} would both be {name}: give one another "
-                "subject."
-            )
-        patches[name] = text
-    _replace(base.patches, patches)
+    patches = patches_of(git, BASE_TAG, overlay)
+    files = _changed_overlay(git, overlay)
+    if not force:
+        _refuse_to_overwrite(git, base, patches, files, overlay.root)
+    replace_patches(base.patches, patches, series.source(base.patches))
+    for path, data in files.items():
+        write(overlay.root / path, data)
+    git("tag", "--force", APPLIED_TAG)
+    git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
     return list(patches)
 
 
-def _replace(folder: Path, patches: dict[str, str]) -> None:
+def remove_if_untouched(folder: Path) -> None:
+    """Remove a checkout that holds nothing but what `create` or `export` left."""
+    try:
+        git = opened(folder)
+        untouched = (
+            git("rev-parse", "HEAD") == git("rev-parse", f"{APPLIED_TAG}^{{commit}}")
+            and git("status", "--porcelain") == ""
+            and git("stash", "list") == ""
+        )
+    except StackError:
+        return
+    if untouched:
+        shutil.rmtree(folder)
+
+
+def edit(folder: Path, patch: str) -> None:
+    """Stop git at the patch's commit in the checkout, for it to be amended."""
+    git = opened(folder)
+    commits = git("rev-list", "--reverse", f"{BASE_TAG}..HEAD").split()
+    for commit in commits:
+        subject = git("log", "-1", "--format=%s", commit).strip()
+        if patchform.file_name(subject) == patch:
+            # The todo list begins with this commit.
+            editor = "sed -i -e '1s/^pick/edit/'"
+            git(
+                *("rebase", "--quiet", "--interactive", f"{commit}^"),
+                env=TOOL | {"GIT_SEQUENCE_EDITOR": editor},
+            )
+            return
+    raise StackError(f"{folder} has no commit of {patch}.")
+
+
+def opened(folder: Path) -> Git:
+    """Return git for a checkout of ours in which no operation is under way."""
+    git = Git(folder)
+    if not (folder / ".git").is_dir():
+        raise StackError(f"{folder} is no checkout that `apply` made.")
+    for tag in (BASE_TAG, APPLIED_TAG):
+        if git("tag", "--list", tag) == "":
+            raise StackError(f"The checkout {folder} has no tag {tag}.")
+    if under_way := git.operation():
+        raise StackError(
+            f"A git {under_way} is under way in {folder}: finish it there with "
+            f"`git {under_way} --continue`, or undo it with `--abort`."
+        )
+    return git
+
+
+def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
+    """Return the commits from start on as canonical patches, by file name.
+
+    What the overlay owns is left out of them.
+    """
+    stack = f"{start}..HEAD"
+    if git("rev-list", "--merges", stack):
+        raise StackError(f"{git.folder} has a merge commit, which is no patch.")
+    patches: dict[str, str] = {}
+    for commit in git("rev-list", "--reverse", stack).split():
+        # Only what the commit touches: git is slow with many patterns.
+        ours = [p for p in git.changed_paths(commit) if overlay.owner(p)]
+        only = ["--", ".", *(f":(exclude,literal){p}" for p in ours)] if ours else []
+        # A range: -1 would go back to a commit that the paths leave in.
+        text = git(*FORMAT_PATCH, f"{commit}^..{commit}", *only)
+        text = patchform.without_index_lines(text)
+        if not text:
+            raise StackError(
+                f"The commit {git('log', '-1', '--format=%h (%s)', commit).strip()} in "
+                f"{git.folder} changes none of upstream's files: make it part of the "
+                "one that its files belong to."
+            )
+        name = patchform.file_name(patchform.headers(text)["subject"])
+        if name in patches:
+            raise StackError(
+                f"Two commits of {git.folder} would both be {name}: give one another "
+                "subject."
+            )
+        patches[name] = text
+    return patches
+
+
+def _changed_overlay(git: Git, overlay: Overlay) -> dict[str, bytes | None]:
+    """Return the overlay's files that differ from what `create` put there."""
+    changed = git("diff", "--name-only", "--no-renames", "-z", APPLIED_TAG, "HEAD")
+    return {
+        path: _read(git.folder / path)
+        for path in changed.split("\0")
+        if path and overlay.owner(path)
+    }
+
+
+def _refuse_to_overwrite(
+    git: Git,
+    base: Base,
+    patches: dict[str, str],
+    files: dict[str, bytes | None],
+    root: Path,
+) -> None:
+    current = series.load(base.patches)
+    lost = []
+    if series.stack_hash(current) != git.get("config", STACK_KEY) and patches != {
+        patch.name: patch.text for patch in current
+    }:
+        lost.append(f"patches/{base.version}")
+    for path, data in files.items():
+        now = _read(root / path)
+        if now != data and now != git.blob(APPLIED_TAG, path):
+            lost.append(path)
+    if lost:
+        raise StackError(
+            f"{', '.join(lost)} changed in the repository after {git.folder} was made; "
+            "exporting would overwrite that. Make a checkout anew, or export with "
+            "--force and look at `git diff`."
+        )
+
+
+def replace_patches(
+    folder: Path, patches: dict[str, str], source: series.Source | None
+) -> None:
+    """Make the folder hold these patches, as its series, and no others."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in patches.items():
-        _write(folder / name, text)
+        write(folder / name, text.encode())
     # The list before the removals: it never names a file that is gone.
-    _write(folder / "series", "".join(f"{name}\n" for name in patches))
+    listing = f"{source or ''}" + "".join(f"{name}\n" for name in patches)
+    write(folder / "series", listing.encode())
     for path in folder.glob("*.patch"):
         if path.name not in patches:
             path.unlink()
 
 
-def _write(path: Path, text: str) -> None:
-    if _read(path) != text.encode():
+def write(path: Path, data: bytes | None) -> None:
+    """Make the file hold the data, or not exist. It is never half-written."""
+    if data is None:
+        path.unlink(missing_ok=True)
+    elif _read(path) != data:
+        path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(path.name + ".new")
-        draft.write_bytes(text.encode())
+        draft.write_bytes(data)
         draft.replace(path)
 
 
 def _read(path: Path) -> bytes | None:
     return path.read_bytes() if path.is_file() else None
-
-
-def _unpack(sdist: Path, folder: Path) -> Path:
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
-    (tree,) = folder.iterdir()
-    return tree

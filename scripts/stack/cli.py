@@ -6,9 +6,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import checkout, editable, fetch, lint, pins, target
+from . import checkout, editable, fetch, lint, pins, series, status, target
 from .errors import StackError
 from .fork import Fork
+from .overlay import Overlay
 
 
 def main(root: Path, argv: list[str]) -> int:
@@ -21,57 +22,121 @@ def main(root: Path, argv: list[str]) -> int:
 
 def _run(root: Path, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="scripts/fork", description="Carry the fork's patch stack."
+        prog="scripts/fork",
+        description="Carry the fork's patch stack; docs/carrying.md shows how.",
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    base = pins.load_base(root)
-    checkout_help = f"default: build/stack-{base.version}"
 
-    apply = verbs.add_parser(
-        "apply", help="make a git checkout of the base with each patch a commit"
+    def add(name: str, run, help: str, base: str | None = None):
+        verb = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:])
+        verb.set_defaults(run=run)
+        if base:
+            verb.add_argument("--base", metavar="V", help=f"default: {base}")
+        return verb
+
+    default = pins.load_base(root).version
+    add("status", _status, "say which bases and patches there are, and what drifted")
+    apply = add(
+        "apply", _apply, "make a git checkout of a base, each patch a commit", default
     )
-    apply.set_defaults(run=_apply)
-    export = verbs.add_parser(
-        "export", help="write a checkout's commits as the base's patches"
+    edit = add(
+        "edit", _edit, "stop git at a patch's commit, for it to be amended", default
     )
-    export.set_defaults(run=_export)
-    for verb in (apply, export):
+    edit.add_argument("patch", metavar="PATCH", help="the patch's file name")
+    export = add(
+        "export",
+        _export,
+        "write a checkout's commits as the base's patches",
+        "the checkout's",
+    )
+    export.add_argument(
+        "--force",
+        action="store_true",
+        help="overwrite what changed in the repository since `apply`",
+    )
+    for verb in (apply, edit, export):
         verb.add_argument(
             "folder",
             metavar="DIR",
             nargs="?",
             type=Path,
-            default=root / "build" / f"stack-{base.version}",
-            help=checkout_help,
+            help="the checkout; default: build/stack-V",
         )
-    verbs.add_parser("lint", help="check the patches' form").set_defaults(run=_lint)
-    verbs.add_parser(
-        "sync", help="bring an editable installation up to date with the patches"
-    ).set_defaults(run=_sync)
+    add("lint", _lint, "check the form of the patches", "every base")
+    add("sync", _sync, "bring an editable installation up to date with the patches")
 
     args = parser.parse_args(argv)
-    return args.run(root, base, args)
+    return args.run(root, args)
 
 
-def _apply(root: Path, base: pins.Base, args: argparse.Namespace) -> int:
-    count = checkout.create(base, fetch.fetch(base.sdist), args.folder)
-    print(f"{args.folder}: vLLM {base.version} with {count} patches.")
+def _status(root: Path, args: argparse.Namespace) -> int:
+    for line in status.lines(root):
+        print(line, flush=True)
     return 0
 
 
-def _export(root: Path, base: pins.Base, args: argparse.Namespace) -> int:
-    for name in checkout.export(base, args.folder):
+def _apply(root: Path, args: argparse.Namespace) -> int:
+    base = pins.load_base(root, args.base)
+    folder = _new_checkout(root, base, args)
+    print(
+        f"{folder}: vLLM {base.version} with {len(series.load(base.patches))} patches."
+    )
+    return 0
+
+
+def _new_checkout(root: Path, base: pins.Base, args: argparse.Namespace) -> Path:
+    folder = args.folder or checkout.default_folder(root, base)
+    sdist = fetch.fetch(base.sdist)
+    checkout.remove_if_untouched(folder)
+    checkout.create(base, sdist, folder, Overlay.load(root))
+    return folder
+
+
+def _edit(root: Path, args: argparse.Namespace) -> int:
+    base = pins.load_base(root, args.base)
+    names = [patch.name for patch in series.load(base.patches)]
+    name = Path(args.patch).name
+    if name not in names:
+        raise StackError(
+            f"{name} is no patch of {base.version}; there are: {', '.join(names)}."
+        )
+    folder = _new_checkout(root, base, args)
+    checkout.edit(folder, name)
+    print(
+        f"{folder} is at {name}. Change it there, then:\n"
+        f"  git -C {folder} commit --all --amend\n"
+        f"  git -C {folder} rebase --continue\n"
+        f"  scripts/fork export {folder}"
+    )
+    return 0
+
+
+def _export(root: Path, args: argparse.Namespace) -> int:
+    folder = args.folder or checkout.default_folder(
+        root, pins.load_base(root, args.base)
+    )
+    version = args.base or checkout.opened(folder).get("config", checkout.BASE_KEY)
+    base = pins.load_base(root, version)
+    for name in checkout.export(base, folder, Overlay.load(root), args.force):
         print(name)
     return 0
 
 
-def _lint(root: Path, base: pins.Base, args: argparse.Namespace) -> int:
-    problems = lint.problems(base.patches)
+def _bases(root: Path, version: str | None) -> list[pins.Base]:
+    return [
+        pins.load_base(root, v) for v in ([version] if version else pins.versions(root))
+    ]
+
+
+def _lint(root: Path, args: argparse.Namespace) -> int:
+    problems = lint.overlay_problems(root)
+    for base in _bases(root, args.base):
+        problems += lint.problems(base.patches)
     print("\n".join(problems) or "The patches are in order.")
     return 1 if problems else 0
 
 
-def _sync(root: Path, base: pins.Base, args: argparse.Namespace) -> int:
-    fork = Fork.load(root, base, target.detect())
+def _sync(root: Path, args: argparse.Namespace) -> int:
+    fork = Fork.load(root, pins.load_base(root), target.detect())
     editable.sync(fork, fetch.fetch(fork.distribution), editable.tree_path(root))
     return 0

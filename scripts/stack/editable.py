@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from . import fetch, pins, target
 from .errors import StackError
 from .fork import Fork
 from .wheel import BaseWheel
@@ -60,6 +61,32 @@ def sync(fork: Fork, base_file: Path, tree: Path) -> None:
     _save_state(fork, tree, managed)
 
 
+def drift(root: Path) -> str | None:
+    """Say in what the editable tree, if there is one, lags behind the patches."""
+    tree = tree_path(root)
+    if not (tree / STATE).exists():
+        return None
+    try:
+        fork = Fork.load(root, pins.load_base(root), target.detect())
+        _load_state(fork, tree)
+        base_file = fetch.cached_path(fork.distribution)
+        if not base_file.is_file():
+            return None
+        with BaseWheel(base_file) as base:
+            edits = fork.edits(base.get)
+    except StackError as e:
+        return str(e)
+    stale = [path for path, data in edits.items() if _content(tree / path) != data] + [
+        path for path in fork.overlay if not (tree / path).is_symlink()
+    ]
+    if stale:
+        return (
+            f"The editable tree {tree} is behind in {', '.join(stale)}: "
+            "run `scripts/fork sync`."
+        )
+    return None
+
+
 def _write(path: Path, data: bytes | None) -> None:
     if data is None:
         path.unlink(missing_ok=True)
@@ -71,6 +98,10 @@ def _write(path: Path, data: bytes | None) -> None:
     else:
         return
     _forget_bytecode(path)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None
 
 
 def _link(path: Path, source: Path) -> None:

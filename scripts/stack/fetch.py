@@ -76,9 +76,13 @@ def cache_dir() -> Path:
     return platformdirs.user_cache_path("vllm-fork")
 
 
+def cached_path(distribution: Distribution) -> Path:
+    return cache_dir() / distribution.sha256 / distribution.file
+
+
 def fetch(distribution: Distribution) -> Path:
     """Return a local copy of the distribution whose hash is the pinned one."""
-    cached = cache_dir() / distribution.sha256 / distribution.file
+    cached = cached_path(distribution)
     if cached.is_file():
         if sha256(cached) == distribution.sha256:
             return cached

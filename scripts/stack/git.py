@@ -19,7 +19,20 @@ SETTINGS = (
     "i18n.commitEncoding=UTF-8",
     "i18n.logOutputEncoding=UTF-8",
     "advice.mergeConflict=false",
+    # A checkout is made again at will: speed is worth more than safety.
+    "core.fsync=none",
+    "core.compression=1",
+    "gc.auto=0",
 )
+
+# What git leaves in .git while an operation waits for the user, and its name.
+_UNDER_WAY = {
+    "rebase-merge": "rebase",
+    "rebase-apply": "am",
+    "CHERRY_PICK_HEAD": "cherry-pick",
+    "REVERT_HEAD": "revert",
+    "MERGE_HEAD": "merge",
+}
 
 
 class Git:
@@ -27,7 +40,10 @@ class Git:
         self.folder = folder
 
     def __call__(
-        self, *args: str, stdin: str | None = None, env: dict[str, str] | None = None
+        self,
+        *args: str,
+        stdin: bytes | None = None,
+        env: dict[str, str] | None = None,
     ) -> str:
         """Run git in the folder and return what it prints."""
         command = ["git", *(o for s in SETTINGS for o in ("-c", s)), *args]
@@ -38,12 +54,11 @@ class Git:
             "LC_ALL": "C.UTF-8",
         }
         try:
-            # Bytes: text mode would change the CRs that a patch may hold.
             done = subprocess.run(
                 command,
                 cwd=self.folder,
                 env=clean | (env or {}),
-                input=None if stdin is None else stdin.encode(),
+                input=stdin,
                 capture_output=True,
             )
         except OSError as e:
@@ -55,3 +70,30 @@ class Git:
                 f"{why[0] if why else 'no reason given'}"
             )
         return done.stdout.decode()
+
+    def get(self, *args: str) -> str:
+        """Return what git prints, without line ends; "" where it fails."""
+        try:
+            return self(*args).strip()
+        except StackError:
+            return ""
+
+    def operation(self) -> str | None:
+        """Return the name of the git operation that waits for the user."""
+        for file, name in _UNDER_WAY.items():
+            if (self.folder / ".git" / file).exists():
+                return name
+        return None
+
+    def changed_paths(self, commit: str) -> list[str]:
+        listing = self(
+            *("diff-tree", "--no-commit-id", "--name-only", "--no-renames"),
+            *("-r", "-z", commit),
+        )
+        return [path for path in listing.split("\0") if path]
+
+    def blob(self, commit: str, path: str) -> bytes | None:
+        """Return the file's content in the commit, None where it has none."""
+        if not self.get("ls-tree", commit, "--", path):
+            return None
+        return self("show", f"{commit}:{path}").encode()

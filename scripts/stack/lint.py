@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import patchform, series
+from unidiff import Hunk
+
+from . import patchform, pins, series
 from .errors import StackError
+from .overlay import Overlay
 from .series import Patch
 
 # A hook is a line or a few; more than this belongs into a module of its own.
@@ -16,21 +19,28 @@ MAX_ADDED_LINES = 40
 FIELDS = ("Upstream-Status", "Remove-When", "Signed-off-by")
 
 
+def overlay_problems(root: Path) -> list[str]:
+    """Return one sentence for everything wrong with who owns the overlay."""
+    patches = series.load(pins.load_base(root).patches)
+    return Overlay.load(root).problems([patch.name for patch in patches])
+
+
 def problems(folder: Path) -> list[str]:
     """Return one sentence for everything that is wrong with the series."""
     patches = series.load(folder)
     names = [patch.name for patch in patches]
     found = [
-        f"{name}: listed twice in the series."
+        f"{folder.name}/{name}: listed twice in the series."
         for name in sorted({name for name in names if names.count(name) > 1})
     ]
     found += [
-        f"{path.name}: not listed in the series."
+        f"{folder.name}/{path.name}: not listed in the series."
         for path in sorted(folder.glob("*.patch"))
         if path.name not in names
     ]
     for patch in patches:
-        found += [f"{patch.name}: {problem}" for problem in _problems(patch)]
+        where = f"{folder.name}/{patch.name}"
+        found += [f"{where}: {problem}" for problem in _problems(patch)]
     return found
 
 
@@ -48,11 +58,24 @@ def _problems(patch: Patch) -> Iterator[str]:
                 f"adds {file.added} lines to {file.path}, more than "
                 f"{MAX_ADDED_LINES}, and gives no Size-Reason."
             )
-        for line in (line for hunk in file for line in hunk if line.is_added):
-            if re.search(r"[ \t\r]\n?\Z", line.value):
-                yield (
-                    f"line {line.target_line_no} of {file.path} ends with white space."
-                )
+        if file.is_added_file:
+            yield f"adds {file.path}: a new file belongs to the overlay."
+        for hunk in file:
+            yield from _line_problems(file.path, hunk)
+
+
+def _line_problems(path: str, hunk: Hunk) -> Iterator[str]:
+    for line in hunk:
+        if line.is_added and re.search(r"[ \t\r]\n?\Z", line.value):
+            yield f"line {line.target_line_no} of {path} ends with white space."
+    # A line that is taken away and put back with other white space: a reflow,
+    # which conflicts at every rebase and does nothing.
+    removed = [line.value.split() for line in hunk if line.is_removed]
+    added = [line.value.split() for line in hunk if line.is_added]
+    if not any(removed + added):
+        yield f"the hunk at {hunk.source_start} of {path} changes only blank lines."
+    elif removed and removed == added:
+        yield f"the hunk at {hunk.source_start} of {path} changes only white space."
 
 
 def _form_problems(patch: Patch) -> Iterator[str]:

@@ -9,6 +9,7 @@ further down, is how a hook ends up in the wrong function.
 
 import hashlib
 import io
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,7 +51,8 @@ class Patch:
 def load(folder: Path) -> list[Patch]:
     """Read the patches that the folder's series lists, in its order."""
     try:
-        names = (folder / "series").read_text().split()
+        lines = (folder / "series").read_text().splitlines()
+        names = [name for line in lines for name in line.partition("#")[0].split()]
         return [Patch(name, _read(folder / name)) for name in names]
     except (OSError, UnicodeDecodeError) as e:
         raise StackError(f"The series in {folder} cannot be read: {e}.") from e
@@ -59,6 +61,25 @@ def load(folder: Path) -> list[Patch]:
 def _read(path: Path) -> str:
     # Python would turn CRLF into LF, and a patch of CRLF would then seem to fit.
     return path.read_bytes().decode()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The stack that a base's was made of, by a rebase."""
+
+    version: str
+    stack_sha256: str
+
+    def __str__(self) -> str:
+        return f"# Rebased from {self.version}, stack {self.stack_sha256}\n"
+
+
+def source(folder: Path) -> Source | None:
+    """Return what the first line of the folder's series says of its origin."""
+    path = folder / "series"
+    text = path.read_text() if path.is_file() else ""
+    match = re.match(r"# Rebased from (\S+), stack ([0-9a-f]{64})$", text, re.MULTILINE)
+    return Source(*match.groups()) if match else None
 
 
 def stack_hash(patches: Iterable[Patch]) -> str:

@@ -11,6 +11,7 @@ from wheel.wheelfile import WheelFile
 
 from stack import pins
 from stack.fork import Fork
+from stack.overlay import Overlay
 from stack.series import Patch, load
 from stack.target import Target
 
@@ -82,6 +83,10 @@ class Project:
     @property
     def fork(self) -> Fork:
         return Fork.load(self.root, self.base, Target("cpu", "x86_64"))
+
+    @property
+    def overlay(self) -> Overlay:
+        return Overlay.load(self.root)
 
     @property
     def patches(self) -> list[Patch]:

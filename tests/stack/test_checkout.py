@@ -8,8 +8,6 @@ import pytest
 from stack import checkout, fetch, pins
 from stack.errors import StackError
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def git(folder: Path, *args: str) -> str:
     identity = ("-c", "user.name=B Person", "-c", "user.email=b@example.org")
@@ -26,6 +24,15 @@ def patch_files(base: pins.Base) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in base.patches.iterdir()}
 
 
+def make(project, folder: Path) -> None:
+    sdist = fetch.fetch(project.base.sdist)
+    checkout.create(project.base, sdist, folder, project.overlay)
+
+
+def export(project, folder: Path, **options: bool) -> list[str]:
+    return checkout.export(project.base, folder, project.overlay, **options)
+
+
 @pytest.fixture
 def stack(project, make_patch, tmp_path):
     """A checkout of two patches."""
@@ -34,7 +41,7 @@ def stack(project, make_patch, tmp_path):
         "misc-a-2nd-one.patch", make_patch(line=15, subject="[Misc] A 2nd one")
     )
     folder = tmp_path / "stack"
-    checkout.create(project.base, fetch.fetch(project.base.sdist), folder)
+    make(project, folder)
     return folder
 
 
@@ -51,18 +58,9 @@ def test_each_patch_is_a_commit(stack):
 
 def test_export_gives_back_the_same_bytes(project, stack):
     before = patch_files(project.base)
-    checkout.export(project.base, stack)
+    export(project, stack)
 
     assert patch_files(project.base) == before
-
-
-def test_export_of_the_real_stack_gives_back_the_same_bytes(tmp_path):
-    real = pins.load_base(ROOT)
-    copy = pins.Base(real.version, real.sdist, real.wheels, tmp_path / "patches")
-    checkout.create(real, fetch.fetch(real.sdist), tmp_path / "stack")
-    checkout.export(copy, tmp_path / "stack")
-
-    assert patch_files(copy) == patch_files(real)
 
 
 def test_git_configuration_does_not_change_the_export(
@@ -80,7 +78,7 @@ def test_git_configuration_does_not_change_the_export(
     git(stack, "config", "format.signature", "me")
     git(stack, "config", "diff.statGraphWidth", "5")
     before = patch_files(project.base)
-    checkout.export(project.base, stack)
+    export(project, stack)
 
     assert patch_files(project.base) == before
 
@@ -92,7 +90,7 @@ def test_a_change_of_one_commit_changes_one_file(project, stack):
     lines[14] = "better"
     engine.write_text("\n".join(lines) + "\n")
     git(stack, "commit", "--all", "--amend", "--no-edit")
-    checkout.export(project.base, stack)
+    export(project, stack)
 
     after = patch_files(project.base)
     assert {name for name in after if after[name] != before[name]} == {
@@ -103,7 +101,7 @@ def test_a_change_of_one_commit_changes_one_file(project, stack):
 
 def test_a_dropped_commit_is_a_dropped_patch(project, stack):
     git(stack, "reset", "--hard", "HEAD~1")
-    names = checkout.export(project.base, stack)
+    names = export(project, stack)
 
     assert names == ["core-add-a-hook.patch"]
     assert patch_files(project.base).keys() == {"series", "core-add-a-hook.patch"}
@@ -114,7 +112,7 @@ def test_uncommitted_changes_are_not_lost(project, stack):
     (stack / "vllm/other.py").write_text("mine\n")
 
     with pytest.raises(StackError, match="changes that are not committed"):
-        checkout.export(project.base, stack)
+        export(project, stack)
     assert patch_files(project.base) == before
 
 
@@ -124,13 +122,13 @@ def test_two_commits_of_one_name(project, stack):
     git(stack, "commit", "--all", "--message=[Core] Add a hook")
 
     with pytest.raises(StackError, match=r"both be core-add-a-hook\.patch"):
-        checkout.export(project.base, stack)
+        export(project, stack)
     assert patch_files(project.base) == before
 
 
 def test_a_folder_that_is_no_checkout(project, tmp_path):
     with pytest.raises(StackError, match="no checkout"):
-        checkout.export(project.base, tmp_path)
+        export(project, tmp_path)
 
 
 def test_apply_overwrites_nothing(project, tmp_path):
@@ -138,9 +136,7 @@ def test_apply_overwrites_nothing(project, tmp_path):
     (tmp_path / "mine/file").touch()
 
     with pytest.raises(StackError, match="is in the way"):
-        checkout.create(
-            project.base, fetch.fetch(project.base.sdist), tmp_path / "mine"
-        )
+        make(project, tmp_path / "mine")
 
 
 def test_a_stack_that_does_not_apply_leaves_no_checkout(project, make_patch, tmp_path):
@@ -148,7 +144,123 @@ def test_a_stack_that_does_not_apply_leaves_no_checkout(project, make_patch, tmp
     project.add_patch("off.patch", make_patch(line=15, at=16))
 
     with pytest.raises(StackError, match=r"off\.patch does not apply"):
-        checkout.create(
-            project.base, fetch.fetch(project.base.sdist), tmp_path / "stack"
-        )
+        make(project, tmp_path / "stack")
     assert not (tmp_path / "stack").exists()
+
+
+OWNED = '"core-add-a-hook.patch" = ["vllm/arena.py", "tests/test_arena.py"]\n'
+
+
+@pytest.fixture
+def with_overlay(project, make_patch, tmp_path):
+    """A checkout of a patch that files of ours belong to, and of one without."""
+    project.add_patch("core-add-a-hook.patch", make_patch(line=5))
+    project.add_patch(
+        "misc-a-2nd-one.patch", make_patch(line=15, subject="[Misc] A 2nd one")
+    )
+    project.write("patches/overlay.toml", OWNED)
+    project.write("vllm/arena.py", "arena = 1\n")
+    project.write("tests/test_arena.py", "arena\n")
+    make(project, tmp_path / "stack")
+    return tmp_path / "stack"
+
+
+def test_our_files_are_in_the_commit_that_owns_them(with_overlay):
+    def paths(commit: str) -> list[str]:
+        return git(with_overlay, "show", "--format=", "--name-only", commit).split()
+
+    assert paths("HEAD^") == ["tests/test_arena.py", "vllm/arena.py", "vllm/engine.py"]
+    assert paths("HEAD") == ["vllm/engine.py"]
+
+
+def test_our_files_are_in_no_patch(project, with_overlay):
+    before = patch_files(project.base)
+    export(project, with_overlay, force=True)
+
+    assert patch_files(project.base) == before
+
+
+def test_our_files_come_back_as_they_were_changed(project, with_overlay):
+    before = patch_files(project.base)
+    (with_overlay / "vllm/arena.py").write_text("arena = 2\n")
+    (with_overlay / "tests/test_arena.py").unlink()
+    git(with_overlay, "commit", "--all", "--fixup=:/Add a hook")
+    git(
+        with_overlay,
+        *("-c", "sequence.editor=:", "rebase", "--interactive", "--autosquash"),
+        "fork-base",
+    )
+    export(project, with_overlay)
+
+    assert (project.root / "vllm/arena.py").read_text() == "arena = 2\n"
+    assert not (project.root / "tests/test_arena.py").exists()
+    assert patch_files(project.base) == before
+
+
+def test_a_commit_of_our_files_alone_is_no_patch(project, with_overlay):
+    (with_overlay / "vllm/arena.py").write_text("arena = 2\n")
+    git(with_overlay, "commit", "--all", "--message=[Core] Mine")
+
+    with pytest.raises(
+        StackError, match=r"\[Core\] Mine\) .* none of upstream's files"
+    ):
+        export(project, with_overlay)
+
+
+@pytest.mark.parametrize("path", ["vllm/arena.py", "patches/1.2.3"])
+def test_what_changed_in_the_repository_is_not_overwritten(
+    project, with_overlay, make_patch, path
+):
+    (with_overlay / "vllm/arena.py").write_text("arena = 2\n")
+    lines = (with_overlay / "vllm/engine.py").read_text().replace("line 9\n", "my 9\n")
+    (with_overlay / "vllm/engine.py").write_text(lines)
+    git(with_overlay, "commit", "--all", "--amend", "--no-edit")
+    if path == "vllm/arena.py":
+        theirs = project.write(path, "arena = 3\n")
+    else:
+        theirs = project.write(f"{path}/core-add-a-hook.patch", make_patch(new="3"))
+    before = theirs.read_bytes()
+
+    with pytest.raises(StackError, match=f"^{path} changed in the repository"):
+        export(project, with_overlay)
+    assert theirs.read_bytes() == before
+
+    export(project, with_overlay, force=True)
+    assert theirs.read_bytes() != before
+
+
+def test_edit_stops_at_the_patch(project, with_overlay):
+    before = patch_files(project.base)
+    checkout.edit(with_overlay, "core-add-a-hook.patch")
+    text = (with_overlay / "vllm/engine.py").read_text()
+    (with_overlay / "vllm/engine.py").write_text(text.replace("hook", "better"))
+    git(with_overlay, "commit", "--all", "--amend", "--no-edit")
+
+    with pytest.raises(StackError, match="git rebase is under way .* --continue"):
+        export(project, with_overlay)
+    assert patch_files(project.base) == before
+
+    git(with_overlay, "-c", "core.editor=:", "rebase", "--continue")
+    export(project, with_overlay)
+    after = patch_files(project.base)
+    assert [name for name in after if after[name] != before[name]] == [
+        "core-add-a-hook.patch"
+    ]
+    assert b"\n+better\n" in after["core-add-a-hook.patch"]
+
+
+def test_a_checkout_is_made_anew_only_if_nothing_in_it_is_lost(stack):
+    (stack / "note").touch()
+    checkout.remove_if_untouched(stack)
+    assert stack.exists()
+
+    (stack / "note").unlink()
+    checkout.remove_if_untouched(stack)
+    assert not stack.exists()
+
+
+def test_a_checkout_of_another_base_is_not_exported(project, stack):
+    git(stack, "config", "fork.base", "1.2.2")
+
+    with pytest.raises(StackError, match=r"of vLLM 1\.2\.2, not of 1\.2\.3"):
+        export(project, stack)

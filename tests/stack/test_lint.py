@@ -17,8 +17,30 @@ def test_a_canonical_patch_is_in_order(project, make_patch):
     assert lint.problems(project.base.patches) == []
 
 
-def test_the_real_stack_is_in_order():
-    assert lint.problems(pins.load_base(ROOT).patches) == []
+@pytest.mark.parametrize("version", pins.versions(ROOT))
+def test_the_real_stacks_are_in_order(version):
+    assert lint.problems(pins.load_base(ROOT, version).patches) == []
+
+
+def test_our_real_files_belong_to_patches():
+    assert lint.overlay_problems(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("owners", "problem"),
+    [
+        (f'"{NAME}" = ["vllm/gone.py", "vllm/arena.py"]', "vllm/gone.py fits no file"),
+        (f'"{NAME}" = []', "vllm/arena.py: .* names no patch that it belongs to"),
+        ('"gone.patch" = ["vllm/arena.py"]', "gone.patch is no patch of the series"),
+    ],
+)
+def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
+    project.add_patch(NAME, make_patch())
+    project.write("vllm/arena.py", "")
+    project.write("patches/overlay.toml", owners)
+
+    (found,) = lint.overlay_problems(project.root)
+    assert re.search(problem, found)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +60,8 @@ def test_the_real_stack_is_in_order():
         ("+hook\n", "+hook \n", r"line 10 of vllm/engine\.py ends with white space"),
         ("---\n vllm", "\n vllm", "no '---' line"),
         ("-7,7", "-7,8", "not a valid patch"),
+        ("+hook\n", "+line  10\n", "changes only white space"),
+        ("--- a/vllm/engine.py", "new file mode 100644\n--- /dev/null", "a new file"),
     ],
 )
 def test_each_fault_is_named(project, make_patch, old, new, problem):
@@ -48,6 +72,14 @@ def test_each_fault_is_named(project, make_patch, old, new, problem):
     found = lint.problems(project.base.patches)
 
     assert any(re.search(problem, sentence) for sentence in found), found
+
+
+def test_a_blank_line_alone_is_no_hook(project, make_patch):
+    text = make_patch().replace("-line 10\n+hook\n", " line 10\n+\n")
+    project.add_patch(NAME, text.replace("+7,7", "+7,8"))
+
+    (problem,) = lint.problems(project.base.patches)
+    assert "changes only blank lines" in problem
 
 
 def test_many_added_lines_need_a_reason(project, make_patch):
@@ -66,11 +98,15 @@ def test_many_added_lines_need_a_reason(project, make_patch):
 def test_a_patch_that_is_not_listed(project, make_patch):
     project.write(f"patches/1.2.3/{NAME}", make_patch())
 
-    assert lint.problems(project.base.patches) == [f"{NAME}: not listed in the series."]
+    assert lint.problems(project.base.patches) == [
+        f"1.2.3/{NAME}: not listed in the series."
+    ]
 
 
 def test_a_patch_that_is_listed_twice(project, make_patch):
     project.add_patch(NAME, make_patch())
     project.write("patches/1.2.3/series", f"{NAME}\n{NAME}\n")
 
-    assert f"{NAME}: listed twice in the series." in lint.problems(project.base.patches)
+    assert f"1.2.3/{NAME}: listed twice in the series." in lint.problems(
+        project.base.patches
+    )

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What there is, and what no longer fits together."""
+
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from . import checkout, editable, fetch, overlay, pins, series
+from .errors import StackError
+from .fork import package_edits
+from .git import Git
+from .pins import Base
+
+
+def lines(root: Path) -> Iterator[str]:
+    """Yield the report line by line; nothing is downloaded or changed."""
+    default = pins.load_base(root)
+    stack = series.load(default.patches)
+    for version in pins.versions(root):
+        base = pins.load_base(root, version)
+        mark = ", the base of record" if version == default.version else ""
+        yield f"vLLM {version}{mark}: {_state(root, base)}"
+        if drift := _drift(base, default, stack):
+            yield f"  behind: {drift}"
+    yield from ("", "The patches:")
+    for patch in stack:
+        changes = ", ".join(f"{f.path} +{f.added} -{f.removed}" for f in patch.files)
+        yield f"  {patch.name}: {changes}"
+    yield from _unfinished(root)
+
+
+def _state(root: Path, base: Base) -> str:
+    try:
+        patches = series.load(base.patches)
+        count = f"{len(patches)} patches"
+        sdist = fetch.cached_path(base.sdist)
+        if not sdist.is_file():
+            return f"{count}, not tried: {sdist.name} has not been downloaded yet."
+        read = reader(sdist, patches, base.replaces)
+        series.apply(patches, read)
+        package_edits(base, patches, overlay.package_files(root), read)
+    except StackError as e:
+        return str(e)
+    return f"{count}, all apply."
+
+
+def reader(
+    sdist: Path, patches: list[series.Patch], more: frozenset[str] = frozenset()
+) -> Callable[[str], bytes | None]:
+    """Return a function that gives the content of a file that the patches touch."""
+    wanted = {file.path for patch in patches for file in patch.files} | more
+    contents = {}
+    with tarfile.open(sdist) as archive:
+        for member in archive:
+            name = member.name.partition("/")[2]
+            if name in wanted and (file := archive.extractfile(member)):
+                contents[name] = file.read()
+    return contents.get
+
+
+def _drift(base: Base, default: Base, stack: list[series.Patch]) -> str | None:
+    """Say how the base's stack lags behind the base of record's."""
+    if base.version == default.version:
+        return None
+    source = series.source(base.patches)
+    if source is None:
+        return "its series does not say which stack it was rebased from."
+    if source != series.Source(default.version, series.stack_hash(stack)):
+        return (
+            f"patches/{source.version} has changed since; "
+            f"`scripts/fork rebase --to {base.version}` brings it up to date."
+        )
+    return None
+
+
+def _unfinished(root: Path) -> Iterator[str]:
+    """Yield what the working tree, checkouts and the editable tree hold of work."""
+    if (root / ".git").exists():
+        changed = Git(root)("status", "--porcelain", "--", "patches", "vllm")
+        if changed:
+            yield from ("", "Not committed in this repository:")
+            yield from (f"  {line}" for line in changed.splitlines())
+    for folder in sorted((root / "build").glob("stack-*")):
+        yield from ("", f"The checkout {folder}: {_checkout_state(root, folder)}")
+    for folder in sorted((root / "build").glob("rebase-*")):
+        version = folder.name.removeprefix("rebase-")
+        yield from ("", f"A rebase to {version} is under way in {folder}.")
+    if (drift := editable.drift(root)) is not None:
+        yield from ("", drift)
+
+
+def _checkout_state(root: Path, folder: Path) -> str:
+    try:
+        git = checkout.opened(folder)
+        if git("status", "--porcelain"):
+            return "has changes that are not committed."
+        if git("rev-parse", "HEAD") != git("rev-parse", f"{checkout.APPLIED_TAG}^0"):
+            return "has commits that are not exported."
+        base = pins.load_base(root, git.get("config", checkout.BASE_KEY))
+        stack = series.stack_hash(series.load(base.patches))
+    except StackError as e:
+        return str(e)
+    if stack != git.get("config", checkout.STACK_KEY):
+        return "is of an older series; nothing in it was changed."
+    return "is as it was made."

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+from dataclasses import replace
+
+import pytest
+
+from stack import checkout, editable, fetch, pins, series, status
+
+
+@pytest.fixture
+def lines(project, make_patch):
+    project.add_patch("core-add-a-hook.patch", make_patch())
+
+    def report() -> str:
+        return "\n".join(status.lines(project.root))
+
+    return report
+
+
+def test_it_says_what_applies_and_downloads_nothing(project, lines):
+    assert "1 patches, not tried: vllm-1.2.3.tar.gz has not been" in lines()
+    assert not fetch.cached_path(project.base.sdist).exists()
+
+    fetch.fetch(project.base.sdist)
+    assert "vLLM 1.2.3, the base of record: 1 patches, all apply." in lines()
+    assert "core-add-a-hook.patch: vllm/engine.py +1 -1" in lines()
+
+
+def test_it_says_what_does_not_apply(project, lines, make_patch):
+    fetch.fetch(project.base.sdist)
+    project.write("patches/1.2.3/core-add-a-hook.patch", make_patch(at=8))
+
+    assert "core-add-a-hook.patch does not apply to vllm/engine.py" in lines()
+
+
+def test_it_names_work_in_checkouts(project, lines):
+    folder = checkout.default_folder(project.root, project.base)
+    sdist = fetch.fetch(project.base.sdist)
+    checkout.create(project.base, sdist, folder, project.overlay)
+    assert "is as it was made" in lines()
+
+    (folder / "vllm/engine.py").write_text("")
+    assert "has changes that are not committed" in lines()
+
+
+def test_it_names_what_the_editable_tree_lacks(project, lines, make_patch, monkeypatch):
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    tree = editable.tree_path(project.root)
+    editable.create(project.fork, fetch.fetch(project.fork.distribution), tree)
+    assert "editable" not in lines()
+
+    project.write("patches/1.2.3/core-add-a-hook.patch", make_patch(new="other"))
+    assert "is behind in vllm/engine.py: run `scripts/fork sync`" in lines()
+
+
+def test_a_base_whose_stack_lags_behind_is_named(project, lines, make_patch):
+    pins.add_base(project.root, replace(project.base, version="1.2.4"))
+    source = series.Source("1.2.3", series.stack_hash(project.patches))
+    project.write("patches/1.2.4/series", str(source))
+    assert "behind" not in lines()
+
+    project.write("patches/1.2.3/core-add-a-hook.patch", make_patch(new="other"))
+    assert "`scripts/fork rebase --to 1.2.4` brings it up to date" in lines()
