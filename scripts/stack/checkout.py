@@ -4,7 +4,6 @@
 
 import io
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterable
 from datetime import datetime
@@ -15,6 +14,7 @@ from .errors import StackError
 from .git import Git
 from .overlay import Overlay
 from .pins import Base
+from .sdist import members
 from .series import Patch
 
 # The commit that the patches stand on, and the last one when the checkout was
@@ -137,20 +137,13 @@ def import_base(
     stream.write(f"commit refs/heads/{branch}\n".encode())
     stream.write(f"committer {who} {when:.0f} +0000\n".encode())
     stream.write(b"data %d\n%s" % (len(message), message))
-    with tarfile.open(sdist) as archive:
-        for member in archive:
-            name = member.name.partition("/")[2]
-            if not name or member.isdir() or not wanted(name):
-                continue
-            if member.issym():
-                mode, data = "120000", member.linkname.encode()
-            else:
-                file = archive.extractfile(member)
-                mode = "100755" if member.mode & 0o111 else "100644"
-                data = file.read() if file else b""
-            quoted = name.replace("\\", "\\\\").replace('"', '\\"')
-            stream.write(f'M {mode} inline "{quoted}"\n'.encode())
-            stream.write(b"data %d\n%s\n" % (len(data), data))
+    for name, member, data in members(sdist, wanted):
+        mode = "100755" if member.mode & 0o111 else "100644"
+        if member.issym():
+            mode, data = "120000", member.linkname.encode()
+        quoted = name.replace("\\", "\\\\").replace('"', '\\"')
+        stream.write(f'M {mode} inline "{quoted}"\n'.encode())
+        stream.write(b"data %d\n%s\n" % (len(data), data))
     git("fast-import", "--quiet", stdin=stream.getvalue())
 
 

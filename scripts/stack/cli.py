@@ -6,7 +6,18 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import checkout, editable, fetch, lint, pins, series, status, target
+from . import (
+    checkout,
+    editable,
+    fetch,
+    lint,
+    pins,
+    rebase,
+    series,
+    status,
+    target,
+    verify,
+)
 from .errors import StackError
 from .fork import Fork
 from .overlay import Overlay
@@ -62,7 +73,18 @@ def _run(root: Path, argv: list[str]) -> int:
             type=Path,
             help="the checkout; default: build/stack-V",
         )
+    rebase = add("rebase", _rebase, "carry the stack to another release", default)
+    way = rebase.add_mutually_exclusive_group(required=True)
+    way.add_argument("--to", metavar="V", help="the release")
+    way.add_argument(
+        "--continue",
+        action="store_true",
+        dest="resume",
+        help="go on after a conflict was solved or a problem mended",
+    )
+    way.add_argument("--abort", action="store_true", help="give it up")
     add("lint", _lint, "check the form of the patches", "every base")
+    add("verify", _verify, "prove that the stacks hold, from the sdists", "every base")
     add("sync", _sync, "bring an editable installation up to date with the patches")
 
     args = parser.parse_args(argv)
@@ -122,6 +144,31 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     return 0
 
 
+def _rebase(root: Path, args: argparse.Namespace) -> int:
+    if args.abort:
+        rebase.abort(root)
+        print("Given up; nothing has changed.")
+        return 0
+    if args.resume:
+        git = rebase.resume(root)
+    else:
+        git = rebase.start(root, pins.load_base(root, args.base), args.to)
+    state = rebase.advance(root, git)
+    version = state.target.version
+    for name in state.dropped:
+        print(f"{name} changes nothing in vLLM {version} and is left out.")
+    problems = rebase.finish(root, git, lambda base: verify.problems(root, base))
+    if problems:
+        print("\n".join(problems))
+        raise StackError(
+            f"the stack on vLLM {version} does not hold. Mend it by commits in "
+            f"{git.folder}, then `scripts/fork rebase --continue`; "
+            "`scripts/fork rebase --abort` gives up."
+        )
+    print(f"patches/{version} holds the stack for vLLM {version}, verified.")
+    return 0
+
+
 def _bases(root: Path, version: str | None) -> list[pins.Base]:
     return [
         pins.load_base(root, v) for v in ([version] if version else pins.versions(root))
@@ -134,6 +181,16 @@ def _lint(root: Path, args: argparse.Namespace) -> int:
         problems += lint.problems(base.patches)
     print("\n".join(problems) or "The patches are in order.")
     return 1 if problems else 0
+
+
+def _verify(root: Path, args: argparse.Namespace) -> int:
+    failed = False
+    for base in _bases(root, args.base):
+        problems = verify.problems(root, base)
+        holds = f"vLLM {base.version}: {len(series.load(base.patches))} patches hold."
+        print("\n".join(problems) or holds, flush=True)
+        failed |= bool(problems)
+    return 1 if failed else 0
 
 
 def _sync(root: Path, args: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 """Pinned distributions, from the user's package index or the cache."""
 
 import ast
+import functools
 import hashlib
 import os
 import shutil
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import platformdirs
-from unearth import PackageFinder
+from unearth import Link, Package, PackageFinder
 from unearth.errors import HashMismatchError
 
 from .errors import StackError
@@ -31,6 +32,13 @@ def pip_settings() -> dict[str, str]:
     names a setting "global.index-url", "download.index-url" or
     ":env:.index-url"; the later of these wins.
     """
+    variables = ((k, v) for k, v in os.environ.items() if k.startswith("PIP_"))
+    return _pip_settings(frozenset(variables))
+
+
+@functools.cache
+def _pip_settings(variables: frozenset[tuple[str, str]]) -> dict[str, str]:
+    # Starting pip takes half a second; only its variables can change meanwhile.
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
@@ -99,38 +107,54 @@ def fetch(distribution: Distribution) -> Path:
     return cached
 
 
-def _download(distribution: Distribution, folder: Path) -> Path:
-    finder = package_finder()
+def packages(project: str) -> list[Package]:
+    """Return all files that the package indexes have of the project."""
     try:
-        links = [
-            package.link
-            for package in finder.find_all_packages(
-                distribution.project, allow_yanked=True
-            )
-            if package.link.filename == distribution.file
-        ]
+        return list(package_finder().find_all_packages(project, allow_yanked=True))
     except Exception as e:
         raise StackError(
-            f"The package index could not be searched for {distribution.file}: {e}"
+            f"The package index could not be searched for {project}: {e}"
         ) from e
+
+
+def _download(distribution: Distribution, folder: Path) -> Path:
+    links = [
+        package.link
+        for package in packages(distribution.project)
+        if package.link.filename == distribution.file
+    ]
     if not links:
         raise StackError(
             f"{distribution.file} is on none of the package indexes that pip is "
             "configured to use."
         )
-    print(f"Downloading {distribution.file}", file=sys.stderr, flush=True)
     try:
-        found = finder.download(
-            links[0], folder, hashes={"sha256": [distribution.sha256]}
-        )
+        return download(links[0], folder, {"sha256": [distribution.sha256]})
     except HashMismatchError as e:
         raise StackError(
             f"{distribution.file} from the package index is not the pinned file: its "
             f"sha256 is {e.actual['sha256']}, patches/upstream.toml has "
             f"{distribution.sha256}."
         ) from e
+
+
+def download(
+    link: Link, folder: Path, hashes: dict[str, list[str]] | None = None
+) -> Path:
+    """Put the file into the folder.
+
+    Raises:
+        HashMismatchError: If it has none of the hashes.
+        StackError: If it cannot be had.
+
+    """
+    print(f"Downloading {link.filename}", file=sys.stderr, flush=True)
+    try:
+        found = package_finder().download(link, folder, hashes=hashes)
+    except HashMismatchError:
+        raise
     except Exception as e:
-        raise StackError(f"{distribution.file} could not be downloaded: {e}") from e
+        raise StackError(f"{link.filename} could not be downloaded: {e}") from e
     # A file of a local index is not copied by unearth, but named where it lies.
     if found.parent != folder:
         found = Path(shutil.copy(found, folder))

@@ -19,6 +19,9 @@ SETTINGS = (
     "i18n.commitEncoding=UTF-8",
     "i18n.logOutputEncoding=UTF-8",
     "advice.mergeConflict=false",
+    "merge.conflictStyle=diff3",
+    "rerere.enabled=true",
+    "rerere.autoUpdate=true",
     # A checkout is made again at will: speed is worth more than safety.
     "core.fsync=none",
     "core.compression=1",

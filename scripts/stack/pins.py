@@ -90,8 +90,10 @@ def versions(root: Path) -> list[str]:
 
 def add_base(root: Path, base: Base) -> None:
     """Pin one more base, at the end of upstream.toml."""
-    text = f"\n[base.{_quoted(base.version)}]\n"
-    text += f"replaces = [{', '.join(map(_quoted, sorted(base.replaces)))}]\n"
+    text = ""
+    if base.replaces:
+        replaces = ", ".join(_quoted(path) for path in sorted(base.replaces))
+        text = f"\n[base.{_quoted(base.version)}]\nreplaces = [{replaces}]\n"
     tables = {"sdist": base.sdist} | {
         f"{device}.{machine}": pin for (device, machine), pin in base.wheels.items()
     }

@@ -32,6 +32,11 @@ class Patch:
         """What stands before the diff: mail headers and commit message."""
         return self.text[: self._diff_start]
 
+    @property
+    def commit_message(self) -> str:
+        """The mail headers and the commit message, without git's summary."""
+        return self.message.rpartition("\n---\n")[0]
+
     @cached_property
     def files(self) -> PatchSet:
         # The message stays out: a line of it may look like a diff's. So do
@@ -51,11 +56,21 @@ class Patch:
 def load(folder: Path) -> list[Patch]:
     """Read the patches that the folder's series lists, in its order."""
     try:
-        lines = (folder / "series").read_text().splitlines()
-        names = [name for line in lines for name in line.partition("#")[0].split()]
-        return [Patch(name, _read(folder / name)) for name in names]
+        listed = names((folder / "series").read_text())
+        return [Patch(name, _read(folder / name)) for name in listed]
     except (OSError, UnicodeDecodeError) as e:
         raise StackError(f"The series in {folder} cannot be read: {e}.") from e
+
+
+def names(listing: str) -> list[str]:
+    """Return the patches that the content of a file `series` lists."""
+    lines = listing.splitlines()
+    return [name for line in lines for name in line.partition("#")[0].split()]
+
+
+def touched(patches: Iterable[Patch]) -> set[str]:
+    """Return the paths of the files that the patches change."""
+    return {file.path for patch in patches for file in patch.files}
 
 
 def _read(path: Path) -> str:

@@ -2,11 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What there is, and what no longer fits together."""
 
-import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from . import checkout, editable, fetch, overlay, pins, series
+from . import checkout, editable, fetch, overlay, pins, sdist, series
 from .errors import StackError
 from .fork import package_edits
 from .git import Git
@@ -34,29 +33,16 @@ def _state(root: Path, base: Base) -> str:
     try:
         patches = series.load(base.patches)
         count = f"{len(patches)} patches"
-        sdist = fetch.cached_path(base.sdist)
-        if not sdist.is_file():
-            return f"{count}, not tried: {sdist.name} has not been downloaded yet."
-        read = reader(sdist, patches, base.replaces)
+        file = fetch.cached_path(base.sdist)
+        if not file.is_file():
+            return f"{count}, not tried: {file.name} has not been downloaded yet."
+        ours = overlay.package_files(root)
+        read = sdist.reader(file, [*series.touched(patches), *ours])
         series.apply(patches, read)
-        package_edits(base, patches, overlay.package_files(root), read)
+        package_edits(base, patches, ours, read)
     except StackError as e:
         return str(e)
     return f"{count}, all apply."
-
-
-def reader(
-    sdist: Path, patches: list[series.Patch], more: frozenset[str] = frozenset()
-) -> Callable[[str], bytes | None]:
-    """Return a function that gives the content of a file that the patches touch."""
-    wanted = {file.path for patch in patches for file in patch.files} | more
-    contents = {}
-    with tarfile.open(sdist) as archive:
-        for member in archive:
-            name = member.name.partition("/")[2]
-            if name in wanted and (file := archive.extractfile(member)):
-                contents[name] = file.read()
-    return contents.get
 
 
 def _drift(base: Base, default: Base, stack: list[series.Patch]) -> str | None:

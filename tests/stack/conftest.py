@@ -51,7 +51,7 @@ class Project:
             "vllm/other.py": "other\n",
         }
         self._make_wheel(index / WHEEL_FILE)
-        self._make_sdist(index / SDIST_FILE)
+        self.release("1.2.3", self.upstream)
         self.pin()
 
     def write(self, path: str, text: str) -> Path:
@@ -104,10 +104,12 @@ class Project:
             for name, text in files.items():
                 wheel.writestr(name, text)
 
-    def _make_sdist(self, path: Path) -> None:
+    def release(self, version: str, files: dict[str, str]) -> None:
+        """Put a release's sdist on the index; it is not pinned."""
+        path = self.index / f"vllm-{version}.tar.gz"
         with tarfile.open(path, "w:gz") as archive:
-            for name, text in (self.upstream | {"tests/test_it.py": "it\n"}).items():
-                member = tarfile.TarInfo(f"vllm-1.2.3/{name}")
+            for name, text in (files | {"tests/test_it.py": "it\n"}).items():
+                member = tarfile.TarInfo(f"vllm-{version}/{name}")
                 member.size = len(text.encode())
                 archive.addfile(member, io.BytesIO(text.encode()))
 

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The stack on another release.
+
+A repository in `build/rebase-V` holds both bases and replays the stack, patch by
+patch, as three-way merges. Nothing else is touched before all of it is verified.
+
+The first time a patch is merged onto the release as a cherry-pick would do it.
+Later, when the release has a stack already, what is merged is the change of each
+patch since that stack was made: a conflict that was solved once stays solved.
+What the stack was made of then is looked up in this repository's history.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from . import checkout, fetch, overlay, pins, releases, sdist, series
+from .errors import StackError
+from .git import Git
+from .overlay import Overlay
+from .pins import Base, Distribution
+from .series import Patch
+
+# In .git of the repository: what is still to do.
+STATE = "fork-rebase.json"
+
+# No files of ours take part: the release may have some of the same name.
+NO_OVERLAY = Overlay(Path(), {})
+
+
+@dataclass
+class Step:
+    """One patch: the change from `base` to `theirs`, merged into `ours`."""
+
+    patch: str
+    message: str
+    """The commit whose message and author the result gets."""
+    base: str
+    theirs: str
+    ours: str = ""
+    """"" is the result of the step before."""
+
+
+@dataclass
+class State:
+    source: series.Source
+    target: Base
+    steps: list[Step]
+    head: str
+    """The result of the last step that is done."""
+    stopped: bool = False
+    """Whether the first step waits for the user."""
+    dropped: list[str] = field(default_factory=list)
+
+    def save(self, git: Git) -> None:
+        target = {
+            "version": self.target.version,
+            "sdist": asdict(self.target.sdist),
+            "wheels": [[*key, asdict(w)] for key, w in self.target.wheels.items()],
+            "replaces": sorted(self.target.replaces),
+        }
+        data = asdict(replace(self, target=None)) | {"target": target}  # type: ignore[arg-type]
+        checkout.write(git.folder / ".git" / STATE, json.dumps(data).encode())
+
+    @classmethod
+    def load(cls, root: Path, git: Git) -> "State":
+        data = json.loads((git.folder / ".git" / STATE).read_text())
+        target = data.pop("target")
+        return cls(
+            series.Source(**data.pop("source")),
+            Base(
+                target["version"],
+                Distribution(**target["sdist"]),
+                {(d, m): Distribution(**pin) for d, m, pin in target["wheels"]},
+                root / "patches" / target["version"],
+                frozenset(target["replaces"]),
+            ),
+            [Step(**step) for step in data.pop("steps")],
+            **data,
+        )
+
+
+class Conflict(StackError):
+    """A step that waits for the user."""
+
+
+def folder_of(root: Path, version: str) -> Path:
+    return root / "build" / f"rebase-{version}"
+
+
+def start(root: Path, source: Base, version: str) -> Git:
+    """Prepare the rebase of the source's stack onto the release.
+
+    Returns:
+        The repository for `advance`.
+
+    """
+    under_way = [path.name.removeprefix("rebase-") for path in _folders(root)]
+    if under_way:
+        raise StackError(
+            f"A rebase to {under_way[0]} is under way: finish it with "
+            "`scripts/fork rebase --continue`, or give it up with `--abort`."
+        )
+    if version == source.version:
+        raise StackError(f"The stack of {version} cannot be rebased onto itself.")
+    target = _target(root, version)
+    _refuse_dirty(root, target)
+    folder = folder_of(root, target.version)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        git = Git(Path(scratch, "tree"))
+        git.folder.mkdir()
+        git("init", "--quiet", "--initial-branch=stack")
+        _prepare(root, git, source, target).save(git)
+        shutil.move(git.folder, folder)
+    return Git(folder)
+
+
+def resume(root: Path) -> Git:
+    """Return the repository of the rebase that is under way."""
+    folders = _folders(root)
+    if not folders:
+        raise StackError("No rebase is under way.")
+    if not (folders[0] / ".git" / STATE).is_file():
+        raise StackError(
+            f"{folders[0]} is not what a rebase left there; `--abort` removes it."
+        )
+    return Git(folders[0])
+
+
+def abort(root: Path) -> None:
+    folders = _folders(root)
+    if not folders:
+        raise StackError("No rebase is under way.")
+    for folder in folders:
+        shutil.rmtree(folder)
+
+
+def advance(root: Path, git: Git) -> State:
+    """Do the steps that are left.
+
+    Raises:
+        Conflict: If one waits for the user. Nothing is lost by calling again.
+
+    """
+    state = State.load(root, git)
+    while state.steps:
+        step = state.steps[0]
+        if not state.stopped:
+            _merge(git, state, step)
+        _require_solved(git, step)
+        tree = git("write-tree").strip()
+        if tree == git("rev-parse", f"{state.head}^{{tree}}").strip():
+            state.dropped.append(step.patch)
+        else:
+            git("checkout", "--quiet", "--force", "--detach", state.head)
+            git("read-tree", "--reset", "-u", tree)
+            git(
+                *("commit", "--quiet", "--cleanup=verbatim", "-C", step.message),
+                env={k: v for k, v in checkout.TOOL.items() if "COMMITTER" in k},
+            )
+            state.head = git("rev-parse", "HEAD").strip()
+        state.steps.pop(0)
+        state.stopped = False
+        if not state.steps:
+            # From here on the user may add and amend commits.
+            git("checkout", "--quiet", "--force", "-B", "stack", state.head)
+        state.save(git)
+    return state
+
+
+def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[str]:
+    """Verify the new stack and, if it holds, make it the release's.
+
+    Returns:
+        The problems, one sentence each. If there are any, nothing has changed.
+
+    """
+    state = State.load(root, git)
+    if under_way := git.operation():
+        raise StackError(f"A git {under_way} is under way in {git.folder}.")
+    if git("status", "--porcelain", "--untracked-files=no"):
+        raise StackError(f"{git.folder} has changes that are not committed.")
+    patches = checkout.patches_of(git, checkout.BASE_TAG, NO_OVERLAY)
+    with tempfile.TemporaryDirectory(dir=git.folder / ".git") as scratch:
+        draft = replace(state.target, patches=Path(scratch, state.target.version))
+        checkout.replace_patches(draft.patches, patches, state.source)
+        problems = verify(draft)
+    if problems:
+        return problems
+    _refuse_dirty(root, state.target)
+    if state.target.version not in pins.versions(root):
+        pins.add_base(root, state.target)
+    checkout.replace_patches(state.target.patches, patches, state.source)
+    shutil.rmtree(git.folder)
+    return []
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted((root / "build").glob("rebase-*"))
+
+
+def _target(root: Path, version: str) -> Base:
+    if version in pins.versions(root):
+        return pins.load_base(root, version)
+    target = releases.find(root, version)
+    if target.version in pins.versions(root):
+        return pins.load_base(root, target.version)
+    ours = overlay.package_files(root)
+    found = sdist.members(fetch.fetch(target.sdist), ours.__contains__)
+    return replace(target, replaces=frozenset(name for name, *_ in found))
+
+
+def _refuse_dirty(root: Path, target: Base) -> None:
+    if not (root / ".git").exists():
+        return
+    paths = [f"patches/{target.version}", "patches/upstream.toml"]
+    changed = Git(root)("status", "--porcelain", "--", *paths)
+    if changed:
+        raise StackError(
+            f"{changed.split()[-1]} has changes that are not committed, and the rebase "
+            "would write over them: commit them first."
+        )
+
+
+def _prepare(root: Path, git: Git, source: Base, target: Base) -> State:
+    new = series.load(source.patches)
+    ported = series.load(target.patches) if target.patches.is_dir() else []
+    made_of = series.source(target.patches)
+    old = None
+    if made_of and made_of.version == source.version:
+        old = _from_history(root, source, made_of, new)
+    wanted = None
+    if old is not None:
+        # What the patches touch is enough where no file can have moved.
+        wanted = series.touched([*new, *old, *ported]).__contains__
+    commits = {}
+    for name, base, patches in (
+        ("new", source, new),
+        ("old", source, old or []),
+        ("ported", target, ported if old is not None else []),
+    ):
+        commits[name] = _commits(git, name, base, patches, wanted)
+    git("tag", checkout.BASE_TAG, commits["ported"][0])
+    if old is None:
+        steps = [
+            Step(patch.name, commits["new"][k + 1], *commits["new"][k : k + 2])
+            for k, patch in enumerate(new)
+        ]
+    else:
+        steps = _update_steps(commits, new, old, ported)
+    return State(
+        # A stack that was rebased itself is as old as what it was made of.
+        series.source(source.patches)
+        or series.Source(source.version, series.stack_hash(new)),
+        target,
+        steps,
+        head=commits["ported"][0],
+    )
+
+
+def _commits(
+    git: Git,
+    name: str,
+    base: Base,
+    patches: Iterable[Patch],
+    wanted: Callable[[str], bool] | None,
+) -> list[str]:
+    """Make a branch of the base and the patches; return its commits."""
+    sdist = fetch.fetch(base.sdist)
+    checkout.import_base(git, base, sdist, name, wanted or (lambda path: True))
+    git("checkout", "--quiet", "--force", name)
+    start = git("rev-parse", "HEAD").strip()
+    checkout.add_patches(git, patches, NO_OVERLAY)
+    return [start, *git("rev-list", "--reverse", f"{start}..HEAD").split()]
+
+
+def _update_steps(
+    commits: dict[str, list[str]],
+    new: list[Patch],
+    old: list[Patch],
+    ported: list[Patch],
+) -> list[Step]:
+    """Return the steps that bring a release's stack up to date.
+
+    A patch that only the release's stack has follows the one it followed.
+    """
+    old_names = [patch.name for patch in old]
+    steps: list[Step] = []
+    taken = 0  # of the ported patches, those that are accounted for
+
+    def take_own() -> None:
+        nonlocal taken
+        while taken < len(ported) and ported[taken].name not in old_names:
+            base, theirs = commits["ported"][taken : taken + 2]
+            steps.append(Step(ported[taken].name, theirs, base, theirs))
+            taken += 1
+
+    take_own()
+    reached = 0  # of the old patches, up to the last that the new ones so far have
+    for k, patch in enumerate(new, start=1):
+        message = commits["new"][k]
+        if patch.name in old_names:
+            at = old_names.index(patch.name)
+            reached = max(reached, at + 1)
+            counterpart = [p.name for p in ported]
+            if (
+                patch.name in counterpart
+                and patch.commit_message == old[at].commit_message
+            ):
+                message = commits["ported"][counterpart.index(patch.name) + 1]
+        before = old_names[:reached]
+        for i, own in enumerate(ported):
+            if own.name in before:
+                taken = max(taken, i + 1)
+        steps.append(
+            Step(
+                patch.name,
+                message,
+                base=commits["old"][reached],
+                theirs=commits["new"][k],
+                ours=commits["ported"][taken],
+            )
+        )
+        take_own()
+    # What is left was dropped from the stack, or is the release's own.
+    for i, own in enumerate(ported[taken:], start=taken):
+        if own.name not in old_names:
+            base, theirs = commits["ported"][i : i + 2]
+            steps.append(Step(own.name, theirs, base, theirs))
+    return steps
+
+
+def _from_history(
+    root: Path, source: Base, made_of: series.Source, new: list[Patch]
+) -> list[Patch] | None:
+    """Return the source's stack as it was when the release's was made of it.
+
+    None if this repository's history does not have it.
+    """
+    if series.stack_hash(new) == made_of.stack_sha256:
+        return new
+    if not (root / ".git").exists():
+        return None
+    git = Git(root)
+    folder = f"patches/{source.version}"
+    for commit in git("rev-list", "HEAD", "--", folder).split():
+        listing = git.blob(commit, f"{folder}/series")
+        if listing is None:
+            continue
+        patches = []
+        for name in series.names(listing.decode()):
+            text = git.blob(commit, f"{folder}/{name}") or b""
+            patches.append(Patch(name, text.decode()))
+        if series.stack_hash(patches) == made_of.stack_sha256:
+            return patches
+    return None
+
+
+def _merge(git: Git, state: State, step: Step) -> None:
+    git("checkout", "--quiet", "--force", "--detach", step.ours or state.head)
+    # A commit of exactly this change, for git to pick.
+    subject = git("log", "-1", "--format=%s", step.message).strip()
+    pick = git(
+        *("commit-tree", f"{step.theirs}^{{tree}}", "-p", step.base, "-m", subject),
+        env=checkout.TOOL,
+    ).strip()
+    if git.get("diff", "--name-only", step.base, pick):
+        state.stopped = True
+        try:
+            git("cherry-pick", "--no-commit", pick, env=checkout.TOOL)
+        except StackError:
+            if not _unmerged(git) and not git.get("diff", "--cached", "--name-only"):
+                raise
+        state.save(git)
+
+
+def _unmerged(git: Git) -> list[str]:
+    listing = git("diff", "--name-only", "--diff-filter=U", "-z")
+    return sorted({path for path in listing.split("\0") if path})
+
+
+def _require_solved(git: Git, step: Step) -> None:
+    left = []
+    for path in _unmerged(git):
+        file = git.folder / path
+        stages = git("ls-files", "--unmerged", "--", path).split("\n")
+        both_have_it = {line[48:49] for line in stages if line} >= {"2", "3"}
+        if not both_have_it or not file.is_file() or _has_markers(file):
+            left.append(path)
+    if left:
+        raise Conflict(
+            f"{step.patch} conflicts in {', '.join(left)}. Solve it in {git.folder}, "
+            "`git add` what is solved, then `scripts/fork rebase --continue`; "
+            "`scripts/fork rebase --abort` gives up."
+        )
+    # An update merges the changes of all patches so far, each time: what was
+    # solved for one must be for those after it.
+    git("rerere")
+    git("add", "--update")
+
+
+def _has_markers(file: Path) -> bool:
+    lines = file.read_bytes().splitlines()
+    return any(line.startswith((b"<<<<<<< ", b">>>>>>> ")) for line in lines)
