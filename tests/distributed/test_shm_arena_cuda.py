@@ -58,7 +58,7 @@ def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
     for slot in range(1, N_SLOTS):  # all that is free, so that reuse would show
         assert writer.write_tensor(patterned(MIB, 1)) == slot
     assert writer.write_tensor(patterned(MIB, 1)) is None
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert torch.equal(on_device.cpu(), patterned(MIB))
     reader.flush_releases()
     assert writer.write_tensor(patterned(MIB, 1)) == 0
