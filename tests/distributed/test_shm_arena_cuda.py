@@ -90,7 +90,7 @@ def test_capture_with_slots_in_flight(arenas):
     got = send(arenas, patterned(MIB))
     on_device = got.to("cuda", non_blocking=True)
     x = torch.ones(10, device="cuda")
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         del got
@@ -98,11 +98,11 @@ def test_capture_with_slots_in_flight(arenas):
         reader.while_waiting(None)
         y = x * 2
     graph.replay()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     assert y.sum().item() == 20 and torch.equal(on_device.cpu(), patterned(MIB))
     assert free_slots(writer) == N_SLOTS - 1
     reader.flush_releases()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     reader.flush_releases()
     assert free_slots(writer) == N_SLOTS
 
