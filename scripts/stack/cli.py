@@ -12,6 +12,7 @@ from . import (
     fetch,
     lint,
     pins,
+    pullrequest,
     rebase,
     series,
     status,
@@ -26,6 +27,10 @@ from .overlay import Overlay
 def main(root: Path, argv: list[str]) -> int:
     try:
         return _run(root, argv)
+    except BrokenPipeError:
+        # Whoever read the output has enough of it.
+        sys.stderr.close()
+        return 1
     except (StackError, OSError) as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
@@ -85,6 +90,13 @@ def _run(root: Path, argv: list[str]) -> int:
     way.add_argument("--abort", action="store_true", help="give it up")
     add("lint", _lint, "check the form of the patches", "every base")
     add("verify", _verify, "prove that the stacks hold, from the sdists", "every base")
+    pr = add("pr", _pr, "write the series as upstream would take it", default)
+    pr.add_argument(
+        "folder", metavar="DIR", nargs="?", type=Path, help="default: build/pr-V"
+    )
+    pr.add_argument(
+        "--no-tests", action="store_true", help="do not run the series' tests"
+    )
     add("sync", _sync, "bring an editable installation up to date with the patches")
 
     args = parser.parse_args(argv)
@@ -191,6 +203,25 @@ def _verify(root: Path, args: argparse.Namespace) -> int:
         print("\n".join(problems) or holds, flush=True)
         failed |= bool(problems)
     return 1 if failed else 0
+
+
+def _pr(root: Path, args: argparse.Namespace) -> int:
+    base = pins.load_base(root, args.base)
+    folder = args.folder or root / "build" / f"pr-{base.version}"
+    problems = pullrequest.create(
+        base,
+        fetch.fetch(base.sdist),
+        folder,
+        Overlay.load(root),
+        pullrequest.Identity.of_user(root),
+        run_tests=not args.no_tests,
+    )
+    for mail in sorted(folder.iterdir()):
+        print(mail)
+    if problems:
+        print("\n".join(problems))
+        raise StackError("upstream's checks do not pass.")
+    return 0
 
 
 def _sync(root: Path, args: argparse.Namespace) -> int:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""The series as upstream would take it: mails for `git am`, or for a pull request.
+
+Each commit holds our files that belong to it and the sender's sign-off, and lacks
+what only matters here. The mails are applied to the base again, and upstream's own
+checks, as far as they need no network, run on the result.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import checkout, patchform, series
+from .errors import StackError
+from .git import Git
+from .overlay import Overlay
+from .pins import Base
+
+# Where upstream's checks are, in its tree, and what they look at.
+TOOLS = "tools/pre_commit"
+CHECKS = (
+    "check_spdx_header.py",
+    "check_forbidden_imports.py",
+    "check_torch_cuda.py",
+    "check_boolean_context_manager.py",
+    "check_test_tethering.py",
+)
+RUFF = (("check",), ("format", "--check"))
+WANTED = ("vllm/", "tests/", "docs/", f"{TOOLS}/", ".buildkite/", "pyproject.toml")
+
+# Of our patches' messages; upstream has no use for them.
+_OWN_FIELDS = re.compile(
+    r"(?m)^(Upstream-Status|Remove-When|Size-Reason): .*\n(?: .*\n)*"
+)
+TEST_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Identity:
+    name: str
+    email: str
+
+    @classmethod
+    def of_user(cls, folder: Path) -> "Identity":
+        """Return who the user's git says he is; he signs the mails off."""
+
+        def setting(name: str) -> str:
+            command = ["git", "config", "--get", f"user.{name}"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+            if not done.stdout.strip():
+                raise StackError(
+                    f"git has no user.{name}, which the sign-off needs: set it with "
+                    f"`git config --global user.{name} ...`."
+                )
+            return done.stdout.strip()
+
+        return cls(setting("name"), setting("email"))
+
+    @property
+    def committer(self) -> dict[str, str]:
+        return {"GIT_COMMITTER_NAME": self.name, "GIT_COMMITTER_EMAIL": self.email}
+
+
+def create(
+    base: Base,
+    sdist: Path,
+    folder: Path,
+    overlay: Overlay,
+    identity: Identity,
+    run_tests: bool,
+) -> list[str]:
+    """Write the mails into the folder, the cover letter first.
+
+    Returns:
+        What upstream's checks object to; empty if all is well.
+
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise StackError(f"{folder} is in the way: name a new or an empty folder.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        tree = Path(scratch, "tree")
+        checkout.create(
+            base, sdist, tree, overlay, lambda path: path.startswith(WANTED)
+        )
+        git = checkout.opened(tree)
+        for commit in git(
+            "rev-list", "--reverse", f"{checkout.BASE_TAG}..{checkout.APPLIED_TAG}"
+        ).split():
+            _as_upstream(git, commit, identity)
+        mails = Path(scratch, "mails")
+        git(
+            *("format-patch", "--quiet", "--full-index", "--unified=10"),
+            *("--numbered", "--cover-letter", f"--output-directory={mails}"),
+            *("--signoff", "--no-signature", f"{checkout.BASE_TAG}..pr"),
+            env=identity.committer,
+        )
+        _apply(git, sorted(mails.glob("*.patch"))[1:], identity)
+        checks = run_checks(git)
+        tests = _tests(git)
+        outcome = _run_tests(tree, tests) if run_tests and tests else "Not run."
+        cover = next(mails.glob("0000-*"))
+        letter = _cover(cover.read_text(), base, checks, tests, outcome)
+        cover.write_text(letter)
+        if folder.exists():
+            folder.rmdir()
+        shutil.move(mails, folder)
+    return [f"{name}: {said}" for name, said in checks.items() if said]
+
+
+def _as_upstream(git: Git, commit: str, identity: Identity) -> None:
+    """Add the commit, as upstream would have it, to the branch "pr"."""
+    message = _OWN_FIELDS.sub("", git("log", "-1", "--format=%B", commit))
+    author = git("log", "-1", "--format=%an%n%ae%n%aI", commit).splitlines()
+    names = ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_AUTHOR_DATE")
+    parent = git.get("rev-parse", "--verify", "--quiet", "refs/heads/pr")
+    new = git(
+        *("commit-tree", f"{commit}^{{tree}}", "-p", parent or checkout.BASE_TAG),
+        stdin=(message.strip() + "\n").encode(),
+        env=identity.committer | dict(zip(names, author)),
+    ).strip()
+    git("update-ref", "refs/heads/pr", new)
+
+
+def _apply(git: Git, mails: list[Path], identity: Identity) -> None:
+    """Apply the mails to the base; what comes out is what went in."""
+    git("checkout", "--quiet", "--detach", checkout.BASE_TAG)
+    git("am", "--quiet", *map(str, mails), env=identity.committer)
+    if git("diff", "--name-only", "HEAD", "pr"):
+        raise StackError("The mails do not give what they were made of.")
+
+
+def run_checks(git: Git) -> dict[str, str]:
+    """Return what each of upstream's checks says of the changed files, "" if nothing.
+
+    Each runs as upstream's pre-commit runs it, with its configuration.
+    """
+    changed = git("diff", "--name-only", checkout.BASE_TAG, "HEAD").split()
+    python = [path for path in changed if path.endswith(".py")]
+    said = {}
+    for args in RUFF:
+        said[f"ruff {args[0]}"] = _run(git.folder, "-m", "ruff", *args, *python)
+    for check in CHECKS:
+        if (git.folder / TOOLS / check).is_file():
+            # All of it, for the one that also looks at Buildkite's files.
+            files = changed if "tethering" in check else python
+            said[check] = _run(git.folder, f"{TOOLS}/{check}", *files)
+    return said
+
+
+def _run(folder: Path, *args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *args], cwd=folder, capture_output=True, text=True
+    )
+    if not done.returncode:
+        return ""
+    said = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr).strip()
+    return said or f"it failed with {done.returncode}."
+
+
+def _tests(git: Git) -> list[str]:
+    changed = git(
+        *("diff", "--name-only", "--diff-filter=AM", checkout.BASE_TAG, "HEAD"), "tests"
+    )
+    return [p for p in changed.split() if re.search(r"/test_[^/]*\.py$", p)]
+
+
+def _run_tests(tree: Path, tests: list[str]) -> str:
+    """Run them on the tree that the mails give; return pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", *tests]
+    try:
+        done = subprocess.run(
+            command, cwd=tree, capture_output=True, text=True, timeout=TEST_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"Stopped after {TEST_SECONDS} s."
+    said = (done.stdout + done.stderr).strip()
+    if done.returncode:
+        print(said, file=sys.stderr)
+    return said.splitlines()[-1].strip("= ")
+
+
+def _cover(
+    draft: str,
+    base: Base,
+    checks: dict[str, str],
+    tests: list[str],
+    outcome: str,
+) -> str:
+    """Fill in git's cover letter, under upstream's headings."""
+    subjects = [
+        patchform.headers(patch.message)["subject"].removeprefix("[PATCH] ")
+        for patch in series.load(base.patches)
+    ]
+    parts = [
+        "## Purpose",
+        "\n".join(f"- {subject}" for subject in subjects),
+        f"The commits apply to vLLM {base.version}. Each says why.",
+        "## Test Plan",
+        "\n".join(f"    pytest -v -s {test}" for test in tests),
+        "## Test Result",
+        outcome,
+        "Upstream's checks on the changed files:",
+        "\n".join(
+            f"- {name}: {'fails' if said else 'passes'}"
+            for name, said in checks.items()
+        ),
+    ]
+    filled = draft.replace("*** SUBJECT HERE ***", subjects[0])
+    return filled.replace("*** BLURB HERE ***", "\n\n".join(parts))

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+from pathlib import Path
+
+import pytest
+
+from stack import fetch, pins, pullrequest
+from stack.errors import StackError
+from stack.overlay import Overlay
+from stack.pullrequest import Identity
+
+ROOT = Path(__file__).resolve().parents[2]
+SENDER = Identity("S Ender", "s.ender@example.org")
+
+
+def create(base, overlay, folder: Path) -> list[str]:
+    sdist = fetch.fetch(base.sdist)
+    return pullrequest.create(base, sdist, folder, overlay, SENDER, run_tests=False)
+
+
+def test_the_real_series_passes_upstreams_checks(tmp_path):
+    base = pins.load_base(ROOT)
+
+    assert create(base, Overlay.load(ROOT), tmp_path / "mails") == []
+
+    cover, *mails = sorted((tmp_path / "mails").iterdir())
+    for mail in mails:
+        message = mail.read_text().partition("\ndiff --git ")[0]
+        assert f"\nSigned-off-by: {SENDER.name} <{SENDER.email}>\n" in message
+        assert "Upstream-Status" not in message and "Remove-When" not in message
+    assert "+++ b/vllm/distributed/device_communicators/shm_tensor_arena.py" in (
+        mails[0].read_text()
+    )
+    text = cover.read_text()
+    assert "pytest -v -s tests/distributed/test_shm_tensor_arena.py" in text
+    assert "- check_test_tethering.py: passes" in text
+    assert "- ruff check: passes" in text
+
+
+@pytest.fixture
+def small(project, make_patch):
+    project.upstream["vllm/engine.py"] = "".join(
+        f"LINE_{n} = 1\n" for n in range(1, 21)
+    )
+    project.release("1.2.3", project.upstream)
+    project.pin()
+    project.write(
+        "patches/overlay.toml", '"core-add-a-hook.patch" = ["vllm/arena.py"]\n'
+    )
+    text = make_patch().replace(" line ", " LINE_").replace("-line ", "-LINE_")
+    text = text.replace("+hook\n", "+HOOK = 1\n")
+    lines = text.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("@@")) + 1
+    lines[start:] = [f"{x} = 1" if " = 1" not in x else x for x in lines[start:]]
+    project.add_patch("core-add-a-hook.patch", "\n".join(lines) + "\n")
+    return project
+
+
+def test_what_a_check_objects_to_is_told(small, tmp_path):
+    small.write("vllm/arena.py", "import os\n")
+
+    (problem,) = create(small.base, small.overlay, tmp_path / "mails")
+    assert problem.startswith("ruff check: ")
+    assert "vllm/arena.py" in problem and "os" in problem
+    assert "- ruff check: fails" in next((tmp_path / "mails").glob("0000*")).read_text()
+
+
+def test_nothing_is_overwritten(small, tmp_path):
+    small.write("vllm/arena.py", "ARENA = 1\n")
+    (tmp_path / "mails").mkdir()
+    (tmp_path / "mails/mine").touch()
+
+    with pytest.raises(StackError, match="is in the way"):
+        create(small.base, small.overlay, tmp_path / "mails")
+
+
+def test_the_sign_off_needs_an_identity(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
+    with pytest.raises(StackError, match=r"git has no user\.name"):
+        Identity.of_user(tmp_path)
+
+    (tmp_path / ".gitconfig").write_text("[user]\nname = S Ender\nemail = s@e.org\n")
+    assert Identity.of_user(tmp_path) == Identity("S Ender", "s@e.org")
