@@ -18,6 +18,7 @@ from . import (
     status,
     target,
     verify,
+    wheel_diff,
 )
 from .errors import StackError
 from .fork import Fork
@@ -97,6 +98,13 @@ def _run(root: Path, argv: list[str]) -> int:
     pr.add_argument(
         "--no-tests", action="store_true", help="do not run the series' tests"
     )
+    diff = add(
+        "wheel-diff",
+        _wheel_diff,
+        "list what a built wheel has that the base's has not",
+        default,
+    )
+    diff.add_argument("wheel", metavar="WHEEL", type=Path, help="a wheel of the fork")
     add("sync", _sync, "bring an editable installation up to date with the patches")
 
     args = parser.parse_args(argv)
@@ -221,6 +229,23 @@ def _pr(root: Path, args: argparse.Namespace) -> int:
     if problems:
         print("\n".join(problems))
         raise StackError("upstream's checks do not pass.")
+    return 0
+
+
+def _wheel_diff(root: Path, args: argparse.Namespace) -> int:
+    if not args.wheel.is_file():
+        raise StackError(f"There is no wheel {args.wheel}; `pip wheel .` makes one.")
+    base = pins.load_base(root, args.base)
+    fork = Fork.load(root, base, wheel_diff.target_of(args.wheel))
+    found = wheel_diff.compare(fork, fetch.fetch(fork.distribution), args.wheel)
+    for difference in found:
+        print(difference)
+    unintended = [d for d in found if d.why is None]
+    if unintended:
+        raise StackError(
+            f"{len(unintended)} differences from {fork.distribution.file} are not "
+            "what the patches and the overlay account for."
+        )
     return 0
 
 

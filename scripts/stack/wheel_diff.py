@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""What a wheel of the fork has that the base's has not."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import BadZipFile
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from wheel.wheelfile import WheelError, WheelFile
+
+from . import series
+from .errors import StackError
+from .fork import VERSION_FILE, Fork
+from .target import MACHINES, Target
+from .wheel import PROVENANCE, BaseWheel
+
+# What may differ in the metadata: the name and version, and the local part of a
+# requirement's version.
+_METADATA_LINE = re.compile(rb"[-+](Name|Version|Requires-Dist): ")
+
+
+@dataclass(frozen=True)
+class Difference:
+    path: str
+    kind: str
+    """"added", "changed" or "removed"."""
+    why: str | None
+    """What it is there for; None if nothing accounts for it."""
+
+    def __str__(self) -> str:
+        return f"{self.kind:8} {self.path}: {self.why or 'NOT INTENDED'}"
+
+
+def target_of(wheel: Path) -> Target:
+    """Return what the wheel was made for, which its name says."""
+    try:
+        _, version, _, tags = parse_wheel_filename(wheel.name)
+    except InvalidWheelFilename as e:
+        raise StackError(f"{wheel} is not named as a wheel is: {e}.") from e
+    machines = [m for m in MACHINES if any(t.platform.endswith(m) for t in tags)]
+    if not machines:
+        raise StackError(f"{wheel} is for none of {', '.join(MACHINES)}.")
+    return Target("cpu" if "cpu" in str(version.local) else "cuda", machines[0])
+
+
+def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
+    """Return every file in which the wheel differs from the base's."""
+    found = []
+    try:
+        with BaseWheel(base_file) as base, WheelFile(wheel) as built:
+            edits = fork.edits(base.get)
+            info = f"vllm-{fork.version}.dist-info/"
+            before = {
+                _renamed(i.filename, base.dist_info, info): i for i in base.infolist()
+            }
+            after = {i.filename: i for i in built.infolist()}
+            for path in sorted(before.keys() | after.keys()):
+                in_both = path in before and path in after
+                if in_both and before[path].CRC == after[path].CRC:
+                    continue
+                old = base.read(before[path]) if path in before else None
+                new = built.read(path) if path in after else None
+                kind = "added" if old is None else "changed" if in_both else "removed"
+                why = _why(fork, edits, info, path, old, new)
+                found.append(Difference(path, kind, why))
+    except (BadZipFile, WheelError) as e:
+        raise StackError(f"{wheel} is not a sound wheel: {e}.") from e
+    return found
+
+
+def _why(
+    fork: Fork,
+    edits: dict[str, bytes | None],
+    info: str,
+    path: str,
+    old: bytes | None,
+    new: bytes | None,
+) -> str | None:
+    if path == VERSION_FILE:
+        return "the version" if new == edits[path] else None
+    if path in edits:
+        names = [p.name for p in fork.patches if path in series.touched([p])]
+        return ", ".join(names) if new == edits[path] else None
+    if path in fork.overlay:
+        return "the overlay" if new == fork.overlay[path].read_bytes() else None
+    checks: dict[str, tuple[str, Callable[[], bool]]] = {
+        info + PROVENANCE: (
+            "where the wheel comes from",
+            lambda: new == fork.provenance().encode(),
+        ),
+        info + "METADATA": (
+            "name, version, requirements",
+            lambda: all(map(_METADATA_LINE.match, _changed_lines(old, new))),
+        ),
+        info + "WHEEL": (
+            "the tags of the file's name",
+            lambda: all(line[1:5] == b"Tag:" for line in _changed_lines(old, new)),
+        ),
+        # WheelFile compares it with each file that is read.
+        info + "RECORD": ("the files' hashes", lambda: True),
+    }
+    why, holds = checks.get(path, ("", lambda: False))
+    return why if old is not new and holds() else None
+
+
+def _renamed(path: str, old: str, new: str) -> str:
+    return new + path.removeprefix(old) if path.startswith(old) else path
+
+
+def _changed_lines(old: bytes | None, new: bytes | None) -> Iterator[bytes]:
+    before, after = ((text or b"").splitlines() for text in (old, new))
+    for line in difflib.diff_bytes(
+        difflib.unified_diff, before, after, n=0, lineterm=b""
+    ):
+        if not line.startswith((b"---", b"+++", b"@@")) and line[1:].strip():
+            yield line

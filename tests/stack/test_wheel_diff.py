@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import shutil
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+from wheel.wheelfile import WheelFile
+
+from stack import cli, fetch, wheel, wheel_diff
+from stack.errors import StackError
+from stack.target import Target
+
+
+@pytest.fixture
+def built(project, make_patch, tmp_path) -> Path:
+    project.add_patch("core-add-a-hook.patch", make_patch())
+    project.write("vllm/arena.py", "arena = 1\n")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    base_file = fetch.fetch(project.fork.distribution)
+    return folder / wheel.build(project.fork, base_file, folder)
+
+
+def compare(project, path: Path) -> dict[str, str | None]:
+    base_file = fetch.fetch(project.fork.distribution)
+    return {
+        f"{d.kind} {d.path}": d.why
+        for d in wheel_diff.compare(project.fork, base_file, path)
+    }
+
+
+def test_every_difference_is_accounted_for(project, built):
+    info = "vllm-1.2.3+mark.1.cpu.dist-info"
+
+    assert compare(project, built) == {
+        "added vllm/arena.py": "the overlay",
+        "changed vllm/engine.py": "core-add-a-hook.patch",
+        "changed vllm/_version.py": "the version",
+        f"added {info}/fork.json": "where the wheel comes from",
+        f"changed {info}/METADATA": "name, version, requirements",
+        f"changed {info}/WHEEL": "the tags of the file's name",
+        f"changed {info}/RECORD": "the files' hashes",
+    }
+
+
+def rebuilt(path: Path, change: dict[str, bytes | None]) -> Path:
+    """Write the wheel anew, with some files of other content, added, or left out."""
+    altered = path.with_name("altered") / path.name
+    altered.parent.mkdir()
+    with ZipFile(path) as old, WheelFile(altered, "w") as new:
+        contents = {n: old.read(n) for n in old.namelist() if "RECORD" not in n}
+        for name, data in (contents | change).items():
+            if data is not None:
+                new.writestr(name, data)
+    return altered
+
+
+INFO = "vllm-1.2.3+mark.1.cpu.dist-info"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "difference"),
+    [
+        ("vllm/stray.py", b"", "added vllm/stray.py"),
+        ("vllm/other.py", b"altered\n", "changed vllm/other.py"),
+        ("vllm/other.py", None, "removed vllm/other.py"),
+        ("vllm/engine.py", b"altered\n", "changed vllm/engine.py"),
+        ("vllm/arena.py", b"arena = 2\n", "added vllm/arena.py"),
+        (f"{INFO}/entry_points.txt", b"", f"changed {INFO}/entry_points.txt"),
+        (f"{INFO}/METADATA", b"Name: vllm\nLicense: x\n", f"changed {INFO}/METADATA"),
+    ],
+)
+def test_what_is_not_intended_is_told(project, built, name, data, difference):
+    found = compare(project, rebuilt(built, {name: data}))
+
+    assert [d for d, why in found.items() if why is None] == [difference]
+
+
+def test_the_verb_lists_and_fails(project, built, capsys):
+    assert cli.main(project.root, ["wheel-diff", str(built)]) == 0
+    assert "added    vllm/arena.py: the overlay" in capsys.readouterr().out
+
+    stray = rebuilt(built, {"vllm/stray.py": b""})
+    assert cli.main(project.root, ["wheel-diff", str(stray)]) == 1
+    out, error = capsys.readouterr()
+    assert "added    vllm/stray.py: NOT INTENDED" in out
+    assert error.splitlines()[-1].startswith("error: 1 differences from")
+
+
+def test_a_damaged_wheel(project, built):
+    built.write_bytes(built.read_bytes()[:200])
+
+    with pytest.raises(StackError, match="is not a sound wheel"):
+        compare(project, built)
+
+
+def test_a_name_says_what_a_wheel_is_for(built, tmp_path):
+    assert wheel_diff.target_of(built) == Target("cpu", "x86_64")
+
+    shutil.copy(built, tmp_path / "vllm.whl")
+    with pytest.raises(StackError, match="is not named as a wheel is"):
+        wheel_diff.target_of(tmp_path / "vllm.whl")
