@@ -3,14 +3,36 @@
 """What scripts/demo runs: the demo, and what a signal does to it."""
 
 import sys
+from pathlib import Path
 
 from demo_lib import interrupts
+
+BASE_OPTION = "--base"
+
+
+def use_base() -> None:
+    """Take `--base V` from the arguments, and let vLLM be that base's fork."""
+    if not any(arg.startswith(BASE_OPTION) for arg in sys.argv[1:]):
+        return
+    # Not installed where the demo is all that was asked for.
+    from stack import base_tree
+    from stack.errors import StackError
+
+    try:
+        version, sys.argv[1:] = base_tree.split_option(sys.argv[1:])
+        tree = base_tree.make(Path(__file__).resolve().parents[1], version)
+        if not tree.is_complete:
+            raise StackError(f"vLLM {version} has no CPU wheel, which the demo needs.")
+    except StackError as e:
+        raise SystemExit(f"error: {e}") from None
+    tree.use()
 
 
 def main() -> int:
     """Run the demo; the exit status is 0 only if all went as it should."""
     interrupts.install()
     try:
+        use_base()
         # Takes seconds, in which a Ctrl-C must not be a traceback.
         from demo_lib import show
 

@@ -4,6 +4,7 @@
 
 Arguments go to pytest. Paths choose: one of ours, one of upstream's (as it is
 called in upstream's tree), or both. A whole run of ours has two workers.
+`--base V` runs the fork of another release.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from stack import fetch, pins, target, upstream_tests
+from stack import base_tree, fetch, target, upstream_tests
 from stack.errors import StackError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,12 +131,23 @@ def outcomes(report: Path) -> Counter:
 
 
 def run(argv: list[str], folder: Path, scratch: Path) -> int:
-    base = pins.load_base(ROOT)
+    version, argv = base_tree.split_option(argv)
+    tree = base_tree.make(ROOT, version)
+    tree.use()
+    base = tree.base
     upstream = upstream_tests.unpacked(
         base, fetch.fetch(base.sdist), ROOT / "build" / "upstream-tests"
     )
     selection = tomllib.loads(SELECTION.read_text())
     args = sort_arguments(argv, ROOT, upstream, folder)
+    files = selection["files"]
+    # Upstream's tests of its own arena, whose place ours takes.
+    left_out = ["-k", "not arena"] if base.replaces else []
+    if not tree.is_complete and not args.any_path:
+        print(f"vLLM {base.version} has no CPU wheel: only the queue's tests run.")
+        args.ours = selection["queue"]["ours"]
+        files = selection["queue"]["upstream"]
+        args.upstream = files
 
     total: Counter = Counter()
     codes = []
@@ -149,10 +161,10 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
         print(
             f"\nUpstream's tests of vLLM {base.version}, against the fork:", flush=True
         )
-        left_out = [f"--deselect={test}" for test in selection["deselected"]]
+        left_out += [f"--deselect={test}" for test in selection["deselected"]]
         code, counts = pytest(
             upstream,
-            [*args.options, *left_out, *(args.upstream or selection["files"])],
+            [*left_out, *args.options, *(args.upstream or files)],
             scratch / "upstream.xml",
         )
         codes.append(code)

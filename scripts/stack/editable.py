@@ -10,12 +10,14 @@ repository, so that a change there is seen at once. After a change of a patch
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from . import fetch, pins, target
 from .errors import StackError
 from .fork import Fork
+from .sdist import PackageFiles
 from .wheel import BaseWheel
 
 STATE = "state.json"
@@ -27,17 +29,15 @@ def tree_path(root: Path) -> Path:
 
 def create(fork: Fork, base_file: Path, tree: Path) -> None:
     # Nothing must fail once the old tree is gone.
-    with BaseWheel(base_file) as base:
+    with _open(base_file) as base:
         fork.edits(base.get)
         shutil.rmtree(tree, ignore_errors=True)
-        tree.mkdir(parents=True)
-        for info in base.infolist():
-            if info.filename.startswith(base.dist_info):
-                continue
-            path = base.extract(info, tree)
-            # zipfile drops the permissions.
-            if info.external_attr >> 16 & 0o111:
-                os.chmod(path, 0o755)
+        for name, data, is_executable in base.files():
+            path = tree / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            if is_executable:
+                path.chmod(0o755)
     _save_state(fork, tree, [])
     sync(fork, base_file, tree)
 
@@ -45,7 +45,7 @@ def create(fork: Fork, base_file: Path, tree: Path) -> None:
 def sync(fork: Fork, base_file: Path, tree: Path) -> None:
     """Bring the tree's patched files and overlay up to date."""
     state = _load_state(fork, tree)
-    with BaseWheel(base_file) as base:
+    with _open(base_file) as base:
         edits = fork.edits(base.get)
         managed = [*edits, *fork.overlay]
         # Before the first write: whatever an interrupted run has left, the next
@@ -59,6 +59,15 @@ def sync(fork: Fork, base_file: Path, tree: Path) -> None:
     for path, source in fork.overlay.items():
         _link(tree / path, source)
     _save_state(fork, tree, managed)
+
+
+@contextmanager
+def _open(base_file: Path) -> Iterator[BaseWheel | PackageFiles]:
+    if base_file.suffix == ".whl":
+        with BaseWheel(base_file) as wheel:
+            yield wheel
+    else:
+        yield PackageFiles(base_file)
 
 
 def drift(root: Path) -> str | None:

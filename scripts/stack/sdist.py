@@ -23,3 +23,21 @@ def reader(sdist: Path, paths: Iterable[str]) -> Callable[[str], bytes | None]:
     """Return a function that gives the content of one of the paths."""
     paths = set(paths)
     return {name: data for name, _, data in members(sdist, paths.__contains__)}.get
+
+
+class PackageFiles:
+    """The files of the package, to read as those of a wheel are."""
+
+    def __init__(self, sdist: Path):
+        self._files = {
+            name: (data, bool(member.mode & 0o111))
+            for name, member, data in members(sdist, lambda p: p.startswith("vllm/"))
+        }
+
+    def get(self, name: str) -> bytes | None:
+        return self._files[name][0] if name in self._files else None
+
+    def files(self) -> Iterator[tuple[str, bytes, bool]]:
+        """Yield the files: name, content, whether it is executable."""
+        for name, (data, is_executable) in self._files.items():
+            yield name, data, is_executable

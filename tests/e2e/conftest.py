@@ -55,7 +55,10 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
         folder = tmp_path_factory.mktemp(f"{workload}-{arena}")
         log, report = folder / "log", folder / "report.json"
         env = engine_environment(folder / "logging.json") | {
-            "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(HERE)]),
+            "PYTHONPATH": os.pathsep.join(
+                # What --base puts there comes along.
+                [str(SCRIPTS), str(HERE), os.environ.get("PYTHONPATH", "")]
+            ),
             # Python tells every import on stderr, in all processes that inherit
             # the variable: no process can use a module unseen.
             "PYTHONPROFILEIMPORTTIME": "1",
