@@ -187,6 +187,9 @@ class ArenaFlags:
         self._lengths[slot * _LENGTH_BYTES : (slot + 1) * _LENGTH_BYTES] = (
             length.to_bytes(_LENGTH_BYTES, "little")
         )
+        # Before a done flag is cleared: a reader may still see the written flag
+        # of the run that was here before, and would trust what it finds.
+        memory_fence()
         self._slots[start + 1 : start + self._stride] = self._just_published
         # Data, length and cleared done flags must be visible before the written
         # flag: a reader that sees the flag trusts all of them.
