@@ -89,8 +89,8 @@ class ShmTensorArena:
         reader_rank: The reader's index in [0, n_reader); -1 for the writer.
 
     Raises:
-        ValueError: If an argument is out of range, or the segment found is
-            smaller than these arguments need.
+        ValueError: If an argument is out of range, or the segment found is not
+            an arena with these arguments.
         RuntimeError: If /dev/shm has no room for it, or this is not Linux.
         FileNotFoundError: If there is no arena of that name on this node.
 
@@ -105,6 +105,8 @@ class ShmTensorArena:
         reader_rank: int = -1,
     ):
         layout = ArenaLayout(n_reader, slot_bytes, n_slots)
+        if name is not None and not isinstance(name, str):
+            raise ValueError(f"name must be a str, got {name!r}")
         if name is None and reader_rank != -1:
             raise ValueError("the arena's creator writes: its reader_rank must be -1")
         if name is not None and not 0 <= reader_rank < n_reader:
@@ -181,6 +183,8 @@ class ShmTensorArena:
         None: the writer then sends nothing through it. Called by the reader,
         before it subscribes to the queue."""
         try:
+            if not isinstance(handle, tuple) or len(handle) != 4:
+                raise ValueError(f"{handle!r} is not an arena's handle")
             return cls(*handle[:3], name=handle[3], reader_rank=reader_rank)
         except (OSError, ValueError, RuntimeError) as e:
             logger.warning(

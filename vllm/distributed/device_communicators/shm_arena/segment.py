@@ -16,6 +16,8 @@ from vllm.distributed.device_communicators.shm_broadcast import (
     check_shm_free_space,
 )
 
+_NAME_PREFIX = "vllm_arena_"
+
 
 class ArenaSegment:
     """One POSIX shared-memory segment, created or opened.
@@ -34,7 +36,7 @@ class ArenaSegment:
         RuntimeError: If the platform is not Linux, or /dev/shm has no room.
         FileNotFoundError: If there is no segment of that name here (another
             mount namespace, say).
-        ValueError: If the segment found is too small.
+        ValueError: If the segment found is not an arena of this size.
 
     """
 
@@ -54,7 +56,7 @@ class ArenaSegment:
             # name and is the same user can open the segment, so use 128.
             # Sparse: its size takes no page.
             self.shared_memory = shared_memory.SharedMemory(
-                name=f"vllm_arena_{secrets.token_hex(16)}",
+                name=_NAME_PREFIX + secrets.token_hex(16),
                 create=True,
                 size=total_bytes,
             )
@@ -69,10 +71,13 @@ class ArenaSegment:
         self.name = self.shared_memory.name
         self.fd = -1
         try:
-            if self.shared_memory.size < total_bytes:
+            # Before a byte of it is touched: it may be somebody else's.
+            is_arena = self.name.startswith(_NAME_PREFIX)
+            if not is_arena or self.shared_memory.size != total_bytes:
                 raise ValueError(
-                    f"shared-memory segment {self.name} has "
-                    f"{self.shared_memory.size} bytes, expected {total_bytes}"
+                    f"shared-memory segment {self.name} of "
+                    f"{self.shared_memory.size} bytes is not an arena: expected "
+                    f"{_NAME_PREFIX}* of {total_bytes} bytes"
                 )
             # Our own descriptor: mapping anew must work after the name is gone.
             self.fd = os.open(
