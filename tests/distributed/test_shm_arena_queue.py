@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A `MessageQueue` with an arena."""
 
+import gc
 import multiprocessing
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from tests.distributed.arena_testing import (
     patterned,
 )
 from vllm.distributed.device_communicators import shm_broadcast, shm_tensor_arena
+from vllm.distributed.device_communicators.shm_arena import stats
 from vllm.distributed.device_communicators.shm_broadcast import (
     SHM_READER_RECHECK_INTERVAL_MS,
     Handle,
@@ -365,6 +367,53 @@ def test_reader_that_cannot_open_the_arena_gets_everything(monkeypatch):
             got = reader.dequeue(timeout=TIMEOUT)
             assert torch.equal(got, patterned(BIG, i)) and not is_diverted(writer, got)
     assert warning.call_count == 2
+
+
+def test_stuck_reader_is_said_once_and_does_not_stop_the_writer(monkeypatch):
+    """It has read one message and reads no more; the ring has room for ten."""
+    warning = mock.Mock()
+    monkeypatch.setattr(stats.logger, "warning", warning)
+    writer, reader, stuck = make_queues(2)
+    writer.enqueue("first")
+    assert reader.dequeue(timeout=TIMEOUT) == stuck.dequeue(timeout=TIMEOUT)
+    diverted = []
+    for i in range(8):
+        writer.enqueue(patterned(BIG, i))
+        got = reader.dequeue(timeout=TIMEOUT)
+        assert torch.equal(got, patterned(BIG, i))
+        diverted.append(is_diverted(writer, got))
+        del got
+    assert diverted == [True] * 4 + [False] * 4
+    (call,) = warning.call_args_list
+    # The other has not been back to say that it is done with its last one.
+    assert "no_room" in call.args and call.args[-1].endswith("hold [9, 36] MiB")
+
+    for i in range(8):
+        assert torch.equal(stuck.dequeue(timeout=TIMEOUT), patterned(BIG, i))
+    for queue in (reader, stuck):
+        queue.tensor_arena.flush_releases()
+    writer.enqueue(patterned(BIG))
+    assert is_diverted(writer, reader.dequeue(timeout=TIMEOUT))
+    assert warning.call_count == 1
+
+
+def test_message_that_fails_to_load_holds_only_what_comes_after_the_failure():
+    """In vLLM the worker ends; its queue's other readers do not."""
+    writer, reader = make_queues()
+    writer.enqueue([patterned(BIG), FailsToLoad(), patterned(BIG)])
+    with pytest.raises(RuntimeError, match="broken"):
+        reader.dequeue(timeout=TIMEOUT)
+    gc.collect()
+    reader.tensor_arena.flush_releases()
+    n = -(-BIG // MIB)
+    assert free_slots(writer.tensor_arena) == N_SLOTS - n
+    writer.enqueue(patterned(BIG, 1))
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
+
+
+class FailsToLoad:
+    def __reduce__(self) -> Any:
+        return fail, ()
 
 
 @pytest.mark.parametrize("n_local_reader", [0, 1])

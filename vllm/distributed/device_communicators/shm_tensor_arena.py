@@ -281,8 +281,24 @@ class ShmTensorArena:
         return slot
 
     def _decline(self, nbytes: int, reason: DeclineReason) -> None:
-        self._stats.on_decline(nbytes, reason)
+        self._stats.on_decline(
+            nbytes,
+            reason,
+            self._describe_holders if reason is DeclineReason.NO_ROOM else None,
+        )
         logger.debug("Declined %d bytes: %s", nbytes, reason.value)
+
+    def _describe_holders(self) -> str:
+        # A reader that is stuck holds more than the others, a burst is held by
+        # all alike.
+        live = self._book.live
+        with self._lock:
+            held = [
+                sum(live[slot] for slot in self._flags.unreleased_by(rank))
+                * self._layout.slot_bytes
+                for rank in range(self._layout.n_reader)
+            ]
+        return f"; the workers hold {[n >> 20 for n in held]} MiB"
 
     def _readers_attached(self) -> bool:
         if not self._all_attached:

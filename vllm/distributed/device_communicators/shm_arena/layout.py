@@ -227,6 +227,14 @@ class ArenaFlags:
         memory_fence()
         return done
 
+    def unreleased_by(self, rank: int) -> list[int]:
+        """First slots of all published runs that reader `rank` is not done with.
+        Called by the writer."""
+        assert self._table is not None
+        memory_fence()
+        published, done = self._table[:, 0], self._table[:, 1 + rank]
+        return np.flatnonzero((published != 0) & (done == 0)).tolist()
+
     def retract(self, slot: int) -> None:
         """Take a run back, published or not. Called by the writer."""
         self._slots[slot * self._stride] = 0

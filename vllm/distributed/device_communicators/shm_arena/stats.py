@@ -5,6 +5,7 @@
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -82,9 +83,21 @@ class ArenaStats:
             self._copy_seconds.append(seconds)
             self.changed = True
 
-    def on_decline(self, nbytes: int, reason: DeclineReason) -> None:
+    def on_decline(
+        self,
+        nbytes: int,
+        reason: DeclineReason,
+        describe: Callable[[], str] | None = None,
+    ) -> None:
         """A tensor of `nbytes` bytes took the out-of-band path. Logs the first of
-        each reason, then what has come since, at most once a minute."""
+        each reason, then what has come since, at most once a minute.
+
+        Args:
+            nbytes: Of the tensor.
+            reason: Why.
+            describe: Called if this is logged, for what is special to this time.
+
+        """
         now = time.monotonic()
         with self._lock:
             self._declined[reason.value] += 1
@@ -98,13 +111,14 @@ class ArenaStats:
             self._logged_at[reason] = now
             count = self._unlogged.pop(reason)
             total = self._unlogged_bytes.pop(reason)
+        explanation = _EXPLANATION[reason] + (describe() if describe else "")
         if logged_at is None:
             logger.warning(
                 "Shm tensor arena: a tensor of %.1f MiB takes the out-of-band path "
                 "(%s): %s. Others are counted and reported once a minute.",
                 total / (1 << 20),
                 reason.value,
-                _EXPLANATION[reason],
+                explanation,
             )
         else:
             logger.warning(
@@ -114,7 +128,7 @@ class ArenaStats:
                 total / (1 << 20),
                 now - logged_at,
                 reason.value,
-                _EXPLANATION[reason],
+                explanation,
             )
 
     def take(self) -> dict[str, Any]:
