@@ -5,20 +5,17 @@
 Each scenario is a process: where it goes wrong the end is SIGBUS.
 """
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-UNSHARE = ["unshare", "--mount", "--propagation", "private", "--"]
+from tests.distributed import private_shm
 
-if (
-    shutil.which("unshare") is None
-    or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode
-):
+ROOT = Path(__file__).parents[2]
+
+if not private_shm.is_allowed():
     pytest.skip("mount namespaces are not allowed here", allow_module_level=True)
 
 PRELUDE = """
@@ -39,13 +36,10 @@ def fill(leave_pages=0):
 def run(mib: int, scenario: str) -> str:
     """Run a scenario on a /dev/shm of `mib` MiB; return what it printed."""
     done = subprocess.run(
-        [
-            *UNSHARE,
-            "sh",
-            "-c",
-            f'mount -t tmpfs -o size={mib}m tmpfs /dev/shm; exec "$@"',
-        ]
-        + ["sh", sys.executable, "-W", "ignore", "-c", PRELUDE + scenario, str(ROOT)],
+        private_shm.command(
+            mib,
+            [sys.executable, "-W", "ignore", "-c", PRELUDE + scenario, str(ROOT)],
+        ),
         capture_output=True,
         text=True,
         timeout=300,
