@@ -42,6 +42,16 @@ TIMEOUT = 120  # seconds; only a failure waits that long
 
 
 @pytest.fixture(autouse=True)
+def close_queues():
+    """A queue has no close. In a reference cycle (a traceback is enough) it may
+    hang when it is collected: its zmq context waits for sockets that are
+    collected after it."""
+    yield
+    for queue in [o for o in gc.get_objects() if type(o) is MessageQueue]:
+        (queue.local_socket or queue.remote_socket).context.destroy(linger=0)
+
+
+@pytest.fixture(autouse=True)
 def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     """The queue's writer creates a small arena; readers learn of that."""
     real = shm_tensor_arena.ShmTensorArena.__init__

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import promql_parser
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -463,6 +462,7 @@ def families(samples: set[str]) -> set[str]:
 
 
 def test_dashboard_asks_for_metrics_that_the_server_exports(exported: set[str]):
+    promql_parser = pytest.importorskip("promql_parser")
     dashboard = json.loads(DASHBOARD.read_text())
     asked = set()
     for panel in dashboard["panels"]:
@@ -477,6 +477,8 @@ def test_dashboard_asks_for_metrics_that_the_server_exports(exported: set[str]):
 
 
 def test_guide_lists_the_metrics_that_the_server_exports(exported: set[str]):
+    if not GUIDE.exists():
+        pytest.skip("the guide is in the fork's repository only")
     _, table = GUIDE.read_text().split("| `vllm:shm_tensor_arena_…` | tells |\n")
     listed = set()
     for row in table.partition("\n\n")[0].splitlines()[1:]:

@@ -8,10 +8,22 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
 MIB = 1 << 20
 TIMEOUT = 60  # seconds; only a failure waits that long
+
+
+@pytest.fixture(autouse=True)
+def close_queues():
+    """A queue has no close. In a reference cycle (a traceback is enough) it may
+    hang when it is collected: its zmq context waits for sockets that are
+    collected after it."""
+    yield
+    for queue in [o for o in gc.get_objects() if type(o) is MessageQueue]:
+        (queue.local_socket or queue.remote_socket).context.destroy(linger=0)
 
 
 def ring_name(queue: MessageQueue) -> str:
