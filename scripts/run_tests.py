@@ -31,8 +31,9 @@ VALUED = ("-k", "-m", "-p", "-o", "-c", "-W", "-r", "-n", "--deselect", "--ignor
 FLAGS = ("-v", "-q", "-l", "-s")
 
 ENGINES = "tests/e2e"
-# By file, so that what a module sets up (an engine, say) is set up once.
-WORKERS = ("-n", "2", "--dist", "loadfile")
+# By file, so that what a module sets up (an engine, say) is set up once; in their
+# order, as files of few tests, which would come last, are among the longest.
+WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 # pytest's exit codes for "all passed" and "nothing was selected".
 PASSED, NOTHING_RAN = 0, 5

@@ -75,7 +75,7 @@ def test_else_a_failure_does_not_end_the_run(sort, options):
 
 @pytest.mark.parametrize("options", [[], ["-x"], ["-vx"], ["--maxfail=2"]])
 def test_a_whole_run_has_two_workers(sort, options):
-    workers = ["-n", "2", "--dist", "loadfile"]
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
     assert sort(*options).parts("cpu") == [workers]
     # Two engines do not fit a GPU.
