@@ -15,13 +15,13 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+from demo_lib.own_process import own_process
 from demo_lib.photos import photograph
 from demo_lib.server import engine_environment
 from demo_lib.tiny_models import pixel_bytes, tiny_qwen2_vl
@@ -45,6 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "1 worker, lru, torch_shm, arena": ONE | TORCH_SHM | ARENA,
 }
 WARM_UPS = 2
+ARM_SECONDS = 900
 PROMPT = "<|vision_start|><|image_pad|><|vision_end|>What do you see?"
 RECORD = "MM_TRANSPORTS_RECORD"
 MB = 1_000_000
@@ -205,8 +206,7 @@ def run_in_a_process(
     """What the processes of an engine have recorded; they have ended."""
     record_path, log = scratch / "record", scratch / "log"
     record_path.write_text("")
-    env = os.environ | engine_environment(scratch / "logging.json")
-    env |= {
+    env = engine_environment(scratch / "logging.json") | {
         RECORD: str(record_path),
         "PYTHONPATH": os.pathsep.join([*sys.path[1:], str(Path(__file__).parent)]),
         # torch_shm insists on it; the others keep it company.
@@ -218,9 +218,10 @@ def run_in_a_process(
     env["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(cpus)
     command = [sys.executable, __file__, "--in-this-process", "--arms", arm]
     command += ["--edge", str(edge), "--repeat", str(repeat)]
-    with log.open("wb") as output:
-        done = subprocess.run(command, env=env, stdout=output, stderr=output)
-    if done.returncode != 0:
+    # Also removes what the base's CPU collectives leave in /dev/shm.
+    with own_process(command, env, log) as process:
+        status = process.wait(ARM_SECONDS)
+    if status != 0:
         said = [line for line in log.read_text().splitlines() if line.strip()]
         sys.exit("\n".join([f"{arm}: failed.", *said[-30:]]))
     return [json.loads(line) for line in record_path.read_text().splitlines()]
