@@ -228,7 +228,7 @@ def _pr(root: Path, args: argparse.Namespace) -> int:
         print(mail)
     if problems:
         print("\n".join(problems))
-        raise StackError("upstream's checks do not pass.")
+        raise StackError("upstream's checks or the tests do not pass.")
     return 0
 
 

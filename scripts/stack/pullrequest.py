@@ -77,7 +77,7 @@ def create(
     """Write the mails into the folder, the cover letter first.
 
     Returns:
-        What upstream's checks object to; empty if all is well.
+        What upstream's checks object to, and failing tests; empty if all is well.
 
     """
     if folder.exists() and any(folder.iterdir()):
@@ -103,14 +103,17 @@ def create(
         _apply(git, sorted(mails.glob("*.patch"))[1:], identity)
         checks = run_checks(git)
         tests = _tests(git)
-        outcome = _run_tests(tree, tests) if run_tests and tests else "Not run."
+        outcome, passed = "Not run.", True
+        if run_tests and tests:
+            outcome, passed = _run_tests(tree, tests)
         cover = next(mails.glob("0000-*"))
         letter = _cover(cover.read_text(), base, checks, tests, outcome)
         cover.write_text(letter)
         if folder.exists():
             folder.rmdir()
         shutil.move(mails, folder)
-    return [f"{name}: {said}" for name, said in checks.items() if said]
+    problems = [f"{name}: {said}" for name, said in checks.items() if said]
+    return problems if passed else [*problems, f"the tests: {outcome}"]
 
 
 def _as_upstream(git: Git, commit: str, identity: Identity) -> None:
@@ -170,19 +173,24 @@ def _tests(git: Git) -> list[str]:
     return [p for p in changed.split() if re.search(r"/test_[^/]*\.py$", p)]
 
 
-def _run_tests(tree: Path, tests: list[str]) -> str:
-    """Run them on the tree that the mails give; return pytest's last line."""
+def _run_tests(tree: Path, tests: list[str]) -> tuple[str, bool]:
+    """Run them on the tree that the mails give.
+
+    Returns:
+        pytest's last line, and whether all passed.
+
+    """
     command = [sys.executable, "-m", "pytest", "-q", *tests]
     try:
         done = subprocess.run(
             command, cwd=tree, capture_output=True, text=True, timeout=TEST_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return f"Stopped after {TEST_SECONDS} s."
-    said = (done.stdout + done.stderr).strip()
+        return f"Stopped after {TEST_SECONDS} s.", False
     if done.returncode:
-        print(said, file=sys.stderr)
-    return said.splitlines()[-1].strip("= ")
+        print(done.stdout + done.stderr, file=sys.stderr)
+    (*_, last) = done.stdout.splitlines() or ["pytest said nothing"]
+    return last.strip("= "), done.returncode == 0
 
 
 def _cover(

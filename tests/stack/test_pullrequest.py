@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SENDER = Identity("S Ender", "s.ender@example.org")
 
 
-def create(base, overlay, folder: Path) -> list[str]:
+def create(base, overlay, folder: Path, run_tests: bool = False) -> list[str]:
     sdist = fetch.fetch(base.sdist)
-    return pullrequest.create(base, sdist, folder, overlay, SENDER, run_tests=False)
+    return pullrequest.create(base, sdist, folder, overlay, SENDER, run_tests)
 
 
 def test_the_real_series_passes_upstreams_checks(tmp_path):
@@ -63,6 +63,22 @@ def test_what_a_check_objects_to_is_told(small, tmp_path):
     assert problem.startswith("ruff check: ")
     assert "vllm/arena.py" in problem and "os" in problem
     assert "- ruff check: fails" in next((tmp_path / "mails").glob("0000*")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("passes", "outcome"), [(True, "1 passed in"), (False, "1 failed in")]
+)
+def test_the_tests_result_is_in_the_cover_letter(small, tmp_path, passes, outcome):
+    owned = '"core-add-a-hook.patch" = ["tests/test_arena.py"]\n'
+    small.write("patches/overlay.toml", owned)
+    small.write("tests/test_arena.py", f"def test_it():\n    assert {passes}\n")
+
+    problems = create(small.base, small.overlay, tmp_path / "mails", run_tests=True)
+    cover = next((tmp_path / "mails").glob("0000*")).read_text()
+    assert outcome in cover
+    assert [p for p in problems if p.startswith("the tests: ")] == (
+        [] if passes else [next(p for p in problems if outcome in p)]
+    )
 
 
 def test_nothing_is_overwritten(small, tmp_path):
