@@ -76,7 +76,6 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.message is None)
     @rule()
     def begin(self) -> None:
-        self.writer.begin()
         self.message = []
 
     @precondition(lambda self: self.message is not None)
@@ -95,12 +94,12 @@ class ArenaMachine(RuleBasedStateMachine):
         if breaks == 0 and expected is not None:
             with mock.patch("ctypes.memmove", side_effect=MemoryError):
                 try:
-                    self.writer.write_tensor(sent)
+                    self.writer.divert(sent)
                 except MemoryError:
                     self.backed |= new
                     return
             raise AssertionError("a failed copy went unnoticed")
-        slot = self.writer.write_tensor(sent)
+        slot = self.writer.divert(sent)
         assert slot == expected
         if slot is not None:
             self.backed |= new
