@@ -363,6 +363,7 @@ def test_reader_that_cannot_open_the_arena_gets_everything(monkeypatch):
     handle = writer.export_handle()
     *sizes, _ = handle.tensor_arena_handle
     elsewhere = replace(handle, tensor_arena_handle=(*sizes, "vllm_arena_none"))
+    monkeypatch.setattr(stats.logger, "warning", warning)
     readers = [
         MessageQueue.create_from_handle(handle, 0),
         MessageQueue.create_from_handle(elsewhere, 1),

@@ -20,7 +20,7 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from tests.distributed.arena_testing import MIB, make_arenas, patterned
+from tests.distributed.arena_testing import MIB, dumps, make_arenas, patterned
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.device_communicators import shm_tensor_arena
 from vllm.distributed.device_communicators.shm_arena import pinning, slots, stats
@@ -150,6 +150,28 @@ def test_tensor_of_another_kind_is_counted_as_not_eligible():
     assert declined(writer) == {"not_eligible": 1}
 
 
+@pytest.mark.parametrize("kind", ["with gradient", "with attributes", "plain"])
+def test_parameter_is_counted_once(kind: str):
+    writer, _ = make_arenas(n_slots=16)
+    data = patterned(9 * MIB).view(torch.bfloat16)
+    parameter = torch.nn.Parameter(data, requires_grad=kind == "with gradient")
+    if kind == "with attributes":
+        parameter.loader = "default"
+    writer.take_stats()
+    dumps(writer, parameter)
+    taken = writer.take_stats()
+    assert (taken["tensors"], taken["bytes"]) == (1, 9 * MIB)
+    assert taken["declined"] == {}
+
+
+def test_parameter_that_is_not_contiguous_is_declined_once():
+    writer, _ = make_arenas(n_slots=16)
+    data = patterned(18 * MIB).view(2, -1).t()
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    dumps(writer, parameter)
+    assert declined(writer) == {"not_eligible": 1}
+
+
 def test_tensor_before_every_reader_has_attached_is_counted():
     writer = shm_tensor_arena.ShmTensorArena(1, slot_bytes=MIB, n_slots=1)
     assert writer.write_tensor(patterned(MIB)) is None
@@ -269,6 +291,15 @@ def test_idle_engine_reports_until_its_slots_are_free(clock: Clock):
     engine._process_input_queue()
     assert engine.input_queue.get.call_args.args == (True, None)
     assert engine.output_queue.empty()
+
+
+def test_engine_that_does_not_wait_for_requests_reports_with_its_steps():
+    writer, (reader,) = make_arenas()
+    held = view(reader, writer.write_tensor(patterned(MIB)), MIB)
+    engine = idle_engine(writer)
+    engine.process_input_queue_block = False
+    engine._process_input_queue()
+    assert engine.output_queue.empty() and held is not None
 
 
 @pytest.mark.parametrize("off", ["flag", "log_stats"])

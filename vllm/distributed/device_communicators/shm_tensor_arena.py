@@ -291,8 +291,8 @@ class ShmTensorArena:
     def _describe_holders(self) -> str:
         # A reader that is stuck holds more than the others, a burst is held by
         # all alike.
-        live = self._book.live
         with self._lock:
+            live = self._book.live
             held = [
                 sum(live[slot] for slot in self._flags.unreleased_by(rank))
                 * self._layout.slot_bytes
@@ -602,8 +602,11 @@ def _reduce_or_divert(arena: ShmTensorArena, t: torch.Tensor) -> tuple:
 
 
 def _reduce_parameter_or_divert(arena: ShmTensorArena, p: torch.nn.Parameter) -> tuple:
-    # Attributes (a weight loader, say) do not survive a stub.
-    stub = None if p.__dict__ else _divert(arena, p)
+    # What a stub would lose (attributes such as a weight loader, requires_grad) is
+    # kept by torch's own reduction, which hands the data to this pickler again, as
+    # a plain tensor.
+    has_stub = not p.__dict__ and not p.requires_grad and p.is_contiguous()
+    stub = _divert(arena, p) if has_stub else None
     return stub or p.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 

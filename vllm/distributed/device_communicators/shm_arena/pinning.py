@@ -123,7 +123,7 @@ def record_event() -> Event | None:
 
 
 class PinnedPrefixes:
-    """Mappings of the segment of which a prefix is pinned, smallest first.
+    """A mapping of the segment of which a prefix is pinned, and its successors.
 
     A DMA copy must lie inside one registration: one that crosses from a
     registration into the next fails, although both ends are pinned. So memory

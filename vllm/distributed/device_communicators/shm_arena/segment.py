@@ -94,6 +94,8 @@ class ArenaSegment:
         Touching a page that a full tmpfs has not got is SIGBUS, so whatever is
         touched must be taken here before.
         """
+        if self.fd < 0:
+            return False  # closed while pages were prepared
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as e:

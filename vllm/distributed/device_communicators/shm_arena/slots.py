@@ -22,7 +22,6 @@ class SlotBook:
     """
 
     def __init__(self, n_slots: int):
-        self.n_slots = n_slots
         # First slot of every live run -> its length in slots.
         self.live: dict[int, int] = {}
         # The same runs, oldest first -> when they were taken.

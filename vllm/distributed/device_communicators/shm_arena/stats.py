@@ -41,7 +41,6 @@ _EXPLANATION = {
         "no memory for its pages in /dev/shm or under the memory cgroup's limit; "
         "raise --shm-size, or the limit"
     ),
-    DeclineReason.NOT_ATTACHED: "not every worker has opened the arena",
     DeclineReason.NOT_ELIGIBLE: (
         "it is not a contiguous CPU tensor that its bytes, dtype and shape describe"
     ),
@@ -103,6 +102,8 @@ class ArenaStats:
             self._declined[reason.value] += 1
             self._declined_bytes[reason.value] += nbytes
             self.changed = True
+            if reason is DeclineReason.NOT_ATTACHED:
+                return  # said at the barrier
             self._unlogged[reason] += 1
             self._unlogged_bytes[reason] += nbytes
             logged_at = self._logged_at.get(reason)
@@ -115,7 +116,8 @@ class ArenaStats:
         if logged_at is None:
             logger.warning(
                 "Shm tensor arena: a tensor of %.1f MiB takes the out-of-band path "
-                "(%s): %s. Others are counted and reported once a minute.",
+                "(%s): %s. Others are counted, and reported with the next one "
+                "after a minute.",
                 total / (1 << 20),
                 reason.value,
                 explanation,
