@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing import resource_tracker
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,8 @@ class Rig:
         for pipe in pipes:
             pipe.recv()
         del queue
+        for pipe in pipes:
+            pipe.send("closed")
 
     def read(self, rank: int, pipe: Any) -> None:
         handle = pipe.recv()
@@ -156,15 +159,17 @@ class Rig:
         for i, t in enumerate(kept):
             assert (t.numpy() == i).all()
         pipe.send("read")
-        # Still here, and all tensors with it, when the writer ends.
-        pipe.poll(TIMEOUT)
+        # Its tensors are still here when the writer closes the arena.
+        pipe.recv()
 
 
 def kill(moment: str, victim: str) -> dict:
     before = os.listdir(SHM)
     rig = Rig(moment)
     try:
-        assert os.read(rig.here[0], 1) == b"!"
+        sentinels = [process.sentinel for process in rig.processes]
+        if rig.here[0] not in wait([rig.here[0], *sentinels], TIMEOUT):
+            raise RuntimeError(f"a process of the rig ended before {moment!r}")
         writer, reader, other = rig.processes
         victims = {
             "all": rig.processes,

@@ -31,7 +31,7 @@ def rigs() -> dict:
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout[-1000:]
+    assert done.returncode == 0, done.stdout
     reports = [json.loads(line) for line in done.stdout.splitlines()]
     return {(report["moment"], report.get("victim")): report for report in reports}
 

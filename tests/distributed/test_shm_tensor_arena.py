@@ -563,6 +563,26 @@ def test_failure_to_pin_leaves_a_working_reader(
     assert free_slots(writer) == 1
 
 
+def test_pinning_that_fails_on_one_rank_only(
+    fake_device: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+):
+    """Each rank releases by its own rule."""
+    writer, readers = make_arenas(n_reader=2, n_slots=1)
+    writer.on_barrier()
+    readers[0].on_barrier()
+    monkeypatch.setattr(pinning, "register_host_memory", lambda *_: "error 2")
+    readers[1].on_barrier()
+    message = dumps(writer, patterned(1000))
+    for reader in readers:
+        assert torch.equal(loads(reader, message), patterned(1000))
+        reader.flush_releases()
+    assert len(fake_device) == 1, "one event, of the rank that has pinned"
+    assert free_slots(writer) == 0
+    fake_device[0].done = True
+    readers[0].flush_releases()
+    assert free_slots(writer) == 1
+
+
 # ---- Stubs ------------------------------------------------------------------
 
 GOOD = {"idx": 0, "nbytes": 4096, "dtype": "float32", "shape": (2, 512)}
