@@ -20,7 +20,7 @@ from .wheel import PROVENANCE, BaseWheel
 
 # What may differ in the metadata: the name and version, and the local part of a
 # requirement's version.
-_METADATA_LINE = re.compile(rb"[-+](Name|Version|Requires-Dist): ")
+_METADATA_LINE = re.compile(rb"[-+](Name|Version|Requires-Dist|Provides-Extra): ")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def _why(
             lambda: new == fork.provenance().encode(),
         ),
         info + "METADATA": (
-            "name, version, requirements",
+            "name, version, requirements, extras",
             lambda: all(map(_METADATA_LINE.match, _changed_lines(old, new))),
         ),
         info + "WHEEL": (

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import queue
-import re
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import regex as re
 import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

@@ -36,6 +36,13 @@ def test_the_patch_lint_has_what_the_tool_imports(hooks):
     assert pins <= set(hooks[-1]["additional_dependencies"])
 
 
+def test_scripts_fork_pr_has_the_ruff_of_the_hooks(hooks):
+    lines = (ROOT / "requirements/test.txt").read_text().splitlines()
+    (ruff,) = (line for line in lines if line.startswith("ruff=="))
+
+    assert ruff in hooks[0]["additional_dependencies"]
+
+
 def test_the_hooks_pass_on_every_file():
     if not (ROOT / ".git").exists():
         pytest.skip("pre-commit needs a git checkout")

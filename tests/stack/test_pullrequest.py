@@ -28,9 +28,8 @@ def test_the_real_series_passes_upstreams_checks(tmp_path):
         message = mail.read_text().partition("\ndiff --git ")[0]
         assert f"\nSigned-off-by: {SENDER.name} <{SENDER.email}>\n" in message
         assert "Upstream-Status" not in message and "Remove-When" not in message
-    assert "+++ b/vllm/distributed/device_communicators/shm_tensor_arena.py" in (
-        mails[0].read_text()
-    )
+    (arena,) = (m.read_text() for m in mails if "Add-a-shared-memory-tensor" in m.name)
+    assert "+++ b/vllm/distributed/device_communicators/shm_tensor_arena.py" in arena
     text = cover.read_text()
     assert "pytest -v -s tests/distributed/test_shm_tensor_arena.py" in text
     assert "- check_test_tethering.py: passes" in text

@@ -38,7 +38,7 @@ def test_every_difference_is_accounted_for(project, built):
         "changed vllm/engine.py": "core-add-a-hook.patch",
         "changed vllm/_version.py": "the version",
         f"added {info}/fork.json": "where the wheel comes from",
-        f"changed {info}/METADATA": "name, version, requirements",
+        f"changed {info}/METADATA": "name, version, requirements, extras",
         f"changed {info}/WHEEL": "the tags of the file's name",
         f"changed {info}/RECORD": "the files' hashes",
     }
