@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import threading
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -15,7 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed.arena_testing import MIB, make_arenas, patterned
-from vllm.distributed.device_communicators.shm_arena import backing, copy_pool, pinning
+from vllm.distributed.device_communicators.shm_arena import (
+    backing,
+    cgroup,
+    copy_pool,
+    pinning,
+)
 from vllm.distributed.device_communicators.shm_arena.copy_pool import CopyPool
 from vllm.distributed.device_communicators.shm_arena.slots import SlotBook
 from vllm.distributed.device_communicators.shm_tensor_arena import ShmTensorArena
@@ -201,11 +207,7 @@ def test_full_dev_shm_declines_and_gives_the_slot_back(monkeypatch: pytest.Monke
 
 def test_cgroup_near_its_limit_declines(monkeypatch: pytest.MonkeyPatch):
     writer, _ = make_arenas(n_slots=8)
-    reserve = 256 * MIB
-    monkeypatch.setattr(backing, "get_cgroup_memory_limit", lambda: 1000 * MIB)
-    usage = 1000 * MIB - reserve - 2 * MIB
-    monkeypatch.setattr(backing, "get_cgroup_memory_usage", lambda: usage)
-    monkeypatch.setattr(backing, "_reclaimable_bytes", lambda: 0)
+    monkeypatch.setattr(backing, "memory_room", lambda: (256 + 2) * MIB)
     assert writer.write_tensor(patterned(3 * MIB)) is None
     assert writer.write_tensor(patterned(2 * MIB)) == 0
 
@@ -275,12 +277,53 @@ def test_no_thread_to_prepare_is_not_fatal(
     del reader
 
 
-def test_reclaimable_page_cache_counts_as_room(monkeypatch: pytest.MonkeyPatch):
-    writer, _ = make_arenas(n_slots=8)
-    monkeypatch.setattr(backing, "get_cgroup_memory_limit", lambda: 1000 * MIB)
-    monkeypatch.setattr(backing, "get_cgroup_memory_usage", lambda: 1000 * MIB)
-    monkeypatch.setattr(backing, "_reclaimable_bytes", lambda: 500 * MIB)
-    assert writer.write_tensor(patterned(2 * MIB)) == 0
+V2 = ("memory.max", "memory.current")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def make_cgroup(folder: Path, files: tuple, limit: object, usage: int, cache: int):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(files, (limit, usage), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    total = "total_" if files == V1 else ""
+    stat = f"shmem 5\n{total}inactive_file {cache}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty /sys/fs/cgroup."""
+    monkeypatch.setattr(cgroup, "_MOUNT", tmp_path / "mount")
+    monkeypatch.setattr(cgroup, "_PROC_SELF_CGROUP", tmp_path / "self")
+    return tmp_path
+
+
+def test_no_cgroup_is_no_limit(cgroups: Path):
+    assert cgroup.memory_room() is None
+
+
+def test_page_cache_of_a_container_counts_as_room(cgroups: Path):
+    """Its own cgroup is the mount's root, whatever the path says."""
+    (cgroups / "self").write_text("0::/elsewhere\n")
+    make_cgroup(cgroups / "mount", V2, 1000, 900, 50)
+    assert cgroup.memory_room() == 150
+
+
+@pytest.mark.parametrize(
+    ("files", "root", "line", "unlimited"),
+    [
+        (V2, "mount", "0::/a.slice/b.scope", "max"),
+        (V1, "mount/memory", "7:cpu,memory:/a.slice/b.scope", 9223372036854771712),
+    ],
+)
+def test_tightest_limit_above_the_process_counts(
+    cgroups: Path, files: tuple, root: str, line: str, unlimited: object
+):
+    (cgroups / "self").write_text(f"3:pids:/x\n{line}\n")
+    make_cgroup(cgroups / root, files, unlimited, 5000, 0)
+    make_cgroup(cgroups / root / "a.slice", files, 2000, 1700, 100)
+    make_cgroup(cgroups / root / "a.slice" / "b.scope", files, 1000, 500, 0)
+    assert cgroup.memory_room() == 400
 
 
 def test_no_room_to_prepare_is_not_fatal(

@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What the arena tells of itself: counts, gauges, log lines, metrics."""
 
+import errno
 import functools
 import json
 import os
@@ -142,6 +143,21 @@ def test_what_does_not_fit_is_counted_by_reason(reason: str):
     assert taken["declined"] == {reason: 1}
     assert taken["declined_bytes"] == {reason: n}
     assert held[0] == patterned(MIB)[0]
+
+
+def test_what_found_no_space_is_no_peak(monkeypatch: pytest.MonkeyPatch):
+    writer, _ = make_arenas(n_slots=4)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(os, "posix_fallocate", mock.Mock(side_effect=full))
+    assert writer.write_tensor(patterned(MIB)) is None
+    assert writer.take_stats()["peak_bytes"] == 0
+
+
+def test_size_of_a_sparse_tensor_is_not_counted():
+    writer, _ = make_arenas()
+    sparse = torch.sparse_coo_tensor([[0], [0]], [1.0], (10**6, 10**6))
+    dumps(writer, [sparse, torch.empty(2**40, device="meta")])
+    assert declined(writer) == {}
 
 
 def test_tensor_of_another_kind_is_counted_as_not_eligible():

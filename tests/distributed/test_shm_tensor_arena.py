@@ -6,8 +6,11 @@ import errno
 import gc
 import os
 import stat
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -38,6 +41,9 @@ THRESHOLD = "vllm.distributed.device_communicators.shm_tensor_arena._MIN_TENSOR_
 @pytest.fixture(autouse=True)
 def no_threshold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(THRESHOLD, 1)
+
+
+ROOT = Path(__file__).parents[2]
 
 
 def all_dtypes() -> list[torch.dtype]:
@@ -392,6 +398,46 @@ def test_forked_child_does_not_remove_the_name():
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
     assert in_dev_shm(name)
+
+
+FORK_WHILE_PAGES_ARE_TAKEN = """
+import os, signal, sys, threading
+from tests.distributed.arena_testing import make_arenas, patterned
+writer, _ = make_arenas()
+begun, go_on = threading.Event(), threading.Event()
+real = os.posix_fallocate
+def slow(*args):
+    begun.set()
+    go_on.wait(60)
+    real(*args)
+os.posix_fallocate = slow
+thread = threading.Thread(target=writer.write_tensor, args=(patterned(1000),))
+thread.start()
+assert begun.wait(60)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)  # only a failure waits that long
+    sys.exit(0)
+status = os.waitpid(pid, 0)[1]
+go_on.set()
+thread.join(60)
+sys.exit(status != 0)
+"""
+
+
+def test_forked_child_ends_though_pages_were_being_taken():
+    """The thread that takes them holds a lock, and is not in the child."""
+    command = [sys.executable, "-W", "ignore", "-c", FORK_WHILE_PAGES_ARE_TAKEN]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_reader_that_cannot_map_the_arena_leaves_its_name_to_the_others():
+    writer = ShmTensorArena(2, slot_bytes=MIB, n_slots=1)
+    no_memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    with mock.patch("mmap.mmap", side_effect=no_memory):
+        assert ShmTensorArena.attach(writer.handle(), 0) is None
+    assert ShmTensorArena.attach(writer.handle(), 1) is not None
 
 
 def test_views_outlive_the_arena():

@@ -186,7 +186,7 @@ class ShmTensorArena:
             if not isinstance(handle, tuple) or len(handle) != 4:
                 raise ValueError(f"{handle!r} is not an arena's handle")
             return cls(*handle[:3], name=handle[3], reader_rank=reader_rank)
-        except (OSError, ValueError, RuntimeError) as e:
+        except (OSError, RuntimeError, TypeError, ValueError) as e:
             logger.warning(
                 "Reader %d could not open the shm tensor arena: %s", reader_rank, e
             )
@@ -275,6 +275,8 @@ class ShmTensorArena:
             self._decline(nbytes, DeclineReason.NO_SPACE)
             return None
         self._stats.on_divert(nbytes, time.perf_counter() - started)
+        with self._lock:
+            self._book.count_peak()
         self._flags.publish(slot, n)
         logger.debug("Diverted %d bytes to slot %d", nbytes, slot)
         self._backing.prepare_ahead(slot + n, self._book.peak)
@@ -611,6 +613,9 @@ def _reduce_parameter_or_divert(arena: ShmTensorArena, p: torch.nn.Parameter) ->
 
 
 def _divert(arena: ShmTensorArena, t: torch.Tensor) -> tuple | None:
+    # Others have no bytes of that number, and would be counted with them.
+    if t.layout is not torch.strided or t.device.type != "cpu":
+        return None
     if t.numel() * t.element_size() < _MIN_TENSOR_BYTES:
         return None
     slot = arena.divert(t)

@@ -9,14 +9,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
+from vllm.distributed.device_communicators.shm_arena.cgroup import memory_room
 from vllm.distributed.device_communicators.shm_arena.copy_pool import CopyPool
 from vllm.distributed.device_communicators.shm_arena.layout import ArenaLayout
 from vllm.distributed.device_communicators.shm_arena.segment import ArenaSegment
 from vllm.logger import init_logger
-from vllm.utils.cpu_resource_utils import (
-    get_cgroup_memory_limit,
-    get_cgroup_memory_usage,
-)
 from vllm.utils.math_utils import cdiv
 
 logger = init_logger(__name__)
@@ -73,6 +70,7 @@ class PageBacking:
         # Reentrant: a collection while it is held may find the arena and stop.
         self._lock = threading.RLock()
         self._stopped = False
+        self._pid = os.getpid()
         self._prepared_steps = 0
         self._prepared_slots = 0
         self._thread: threading.Thread | None = None
@@ -104,10 +102,8 @@ class PageBacking:
         fs = os.fstatvfs(self._segment.fd)
         if fs.f_bavail * fs.f_frsize < nbytes + self._layout.reserve_bytes:
             return False
-        limit, usage = get_cgroup_memory_limit(), get_cgroup_memory_usage()
-        if limit is None or usage is None:
-            return True
-        return limit - usage + _reclaimable_bytes() >= nbytes + _CGROUP_RESERVE_BYTES
+        room = memory_room()
+        return room is None or room >= nbytes + _CGROUP_RESERVE_BYTES
 
     def prepare_first_step(self) -> None:
         """Prepare the first step, in the calling thread. Called once, at the
@@ -185,19 +181,8 @@ class PageBacking:
         """End preparation. When this returns, nothing here uses the segment's
         descriptor any more. Waits for no thread: a collection may call it
         in one that preparation itself waits for."""
-        with self._lock:
-            self._stopped = True
-
-
-def _reclaimable_bytes() -> int:
-    """Page cache that the kernel drops before it kills, in bytes: reading a
-    model's weights fills a limited cgroup with it."""
-    for path, key in (
-        ("/sys/fs/cgroup/memory.stat", "inactive_file "),
-        ("/sys/fs/cgroup/memory/memory.stat", "total_inactive_file "),
-    ):
-        with suppress(OSError), open(path) as file:
-            for line in file:
-                if line.startswith(key):
-                    return int(line.removeprefix(key))
-    return 0
+        # In a forked child nothing is prepared, and the lock may be held by a
+        # thread that the child does not have.
+        if self._pid == os.getpid():
+            with self._lock:
+                self._stopped = True

@@ -19,6 +19,14 @@ from vllm.distributed.device_communicators.shm_broadcast import (
 _NAME_PREFIX = "vllm_arena_"
 
 
+class _OpenedSharedMemory(shared_memory.SharedMemory):
+    """Another process's. Where it cannot be mapped (a limit, no shared memory at
+    all), SharedMemory would remove the name, and no other reader could open it."""
+
+    def unlink(self) -> None:
+        pass
+
+
 class ArenaSegment:
     """One POSIX shared-memory segment, created or opened.
 
@@ -67,7 +75,7 @@ class ArenaSegment:
                 "multiprocessing.resource_tracker.register",
                 lambda *args, **kwargs: None,
             ):
-                self.shared_memory = shared_memory.SharedMemory(name=name)
+                self.shared_memory = _OpenedSharedMemory(name=name)
         self.name = self.shared_memory.name
         self.fd = -1
         try:

@@ -28,7 +28,7 @@ class SlotBook:
         self._taken_at: dict[int, float] = {}
         # Slots that are live.
         self.n_live = 0
-        # Most slots that were live at a time.
+        # Most slots that were live and had memory at a time.
         self.peak = 0
         # (start, end) of every free run, ascending, never two adjacent ones.
         self._free: list[tuple[int, int]] = [(0, n_slots)]
@@ -45,9 +45,12 @@ class SlotBook:
                 self.live[start] = n
                 self._taken_at[start] = time.monotonic()
                 self.n_live += n
-                self.peak = max(self.peak, self.n_live)
                 return start
         return None
+
+    def count_peak(self) -> None:
+        """The run that was taken last has got memory."""
+        self.peak = max(self.peak, self.n_live)
 
     def give_back(self, first: int) -> None:
         """Free the live run that starts at slot `first`.
