@@ -5,8 +5,10 @@
 Each scenario is a process: where it goes wrong the end is SIGBUS.
 """
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -126,5 +128,42 @@ for i in range(20):  # all of the ring
     writer.enqueue(bytes(400_000))
     assert len(reader.dequeue(timeout=60)) == 400_000
 assert all(torch.equal(t, patterned(12 * MIB, i)) for i, t in enumerate(kept))
+""",
+    )
+
+
+@pytest.fixture
+def limited_cgroup() -> Iterator[Path]:
+    """A memory cgroup of 700 MiB below the mount's root, as systemd makes them."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    parent, limit = (
+        (v1, "memory.limit_in_bytes")
+        if v1.is_dir()
+        else (Path("/sys/fs/cgroup"), "memory.max")
+    )
+    group = parent / f"shm-arena-test-{os.getpid()}"
+    try:
+        group.mkdir()
+    except OSError as e:
+        pytest.skip(f"no cgroup can be made here: {e}")
+    try:
+        (group / limit).write_text(str(700 << 20))
+    except OSError as e:
+        group.rmdir()
+        pytest.skip(f"no memory limit can be set here: {e}")
+    yield group
+    group.rmdir()
+
+
+def test_limit_of_a_cgroup_is_not_exceeded(limited_cgroup: Path):
+    """Where it is not seen, the end is SIGKILL."""
+    assert "declined" in run(
+        2000,
+        f"""
+with open("{limited_cgroup}/cgroup.procs", "w") as file:
+    file.write(str(os.getpid()))
+writer, (reader,) = make_arenas(slot_bytes=MIB, n_slots=1024)
+sent = patterned(64 * MIB)
+print(["declined" for _ in range(16) if writer.write_tensor(sent) is None])
 """,
     )
