@@ -6,8 +6,9 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from . import patchform, series
 from .errors import StackError
@@ -26,6 +27,12 @@ APPLIED_TAG = "fork-applied"
 # series that the checkout was made of.
 BASE_KEY = "fork.base"
 STACK_KEY = "fork.stack"
+
+# The branch that holds the stack; what else is checked out is not exported.
+BRANCH = "stack"
+
+# What tools leave behind in a checkout, and nobody misses.
+CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache"}
 
 # Where nobody's name belongs: commits that the tool makes.
 TOOL = {
@@ -102,8 +109,8 @@ def create(
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         git = Git(Path(scratch, "tree"))
         git.folder.mkdir()
-        git("init", "--quiet", "--initial-branch=stack")
-        import_base(git, base, sdist, "stack", wanted)
+        git("init", "--quiet", f"--initial-branch={BRANCH}")
+        import_base(git, base, sdist, BRANCH, wanted)
         git("reset", "--quiet", "--hard")
         # git am takes hunks at other lines than they say; this does not.
         series.apply(patches, lambda path: _read(git.folder / path))
@@ -174,9 +181,15 @@ def add_patches(git: Git, patches: Iterable[Patch], overlay: Overlay) -> None:
             )
 
 
-def export(
-    base: Base, folder: Path, overlay: Overlay, force: bool = False
-) -> list[str]:
+@dataclass(frozen=True)
+class Exported:
+    patches: list[str]
+    """The names of the patch files, in order."""
+    removed: list[str]
+    """The repository's files that are gone: patches, and files of the overlay."""
+
+
+def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> Exported:
     """Write the checkout's commits after the base as the base's patches.
 
     The overlay's files that were changed in the checkout are written back, too.
@@ -187,9 +200,6 @@ def export(
         overlay: Our own files.
         force: Overwrite what has changed in the repository since `create`.
 
-    Returns:
-        The names of the patch files, in order.
-
     """
     git = opened(folder)
     if git.get("config", BASE_KEY) != base.version:
@@ -197,33 +207,77 @@ def export(
             f"{folder} is a checkout of vLLM {git.get('config', BASE_KEY)}, not of "
             f"{base.version}."
         )
+    require_branch(git)
     if git("status", "--porcelain", "--untracked-files=no"):
         raise StackError(f"{folder} has changes that are not committed.")
     patches = patches_of(git, BASE_TAG, overlay)
     files = _changed_overlay(git, overlay)
     if not force:
         _refuse_to_overwrite(git, base, patches, files, overlay.root)
+    removed = [
+        f"patches/{base.version}/{path.name}"
+        for path in sorted(base.patches.glob("*.patch"))
+        if path.name not in patches
+    ]
+    removed += [
+        path
+        for path, data in files.items()
+        if data is None and (overlay.root / path).exists()
+    ]
     replace_patches(base.patches, patches, series.source(base.patches))
     for path, data in files.items():
         write(overlay.root / path, data)
     git("tag", "--force", APPLIED_TAG)
     git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
-    return list(patches)
+    return Exported(list(patches), removed)
+
+
+def require_branch(git: Git) -> None:
+    """Refuse to take for the stack what lacks its later commits."""
+    branch = git.get("symbolic-ref", "--quiet", "--short", "HEAD")
+    if branch != BRANCH:
+        found = f"on the branch {branch}" if branch else "at a commit of its own"
+        raise StackError(
+            f"{git.folder} is {found}, not on the branch {BRANCH}, which is what is "
+            f"exported: `git checkout {BRANCH}` there first (or `git checkout -B "
+            f"{BRANCH}`, if what is there is to be the stack)."
+        )
 
 
 def remove_if_untouched(folder: Path) -> None:
-    """Remove a checkout that holds nothing but what `create` or `export` left."""
-    try:
-        git = opened(folder)
-        untouched = (
-            git("rev-parse", "HEAD") == git("rev-parse", f"{APPLIED_TAG}^{{commit}}")
-            and git("status", "--porcelain") == ""
-            and git("stash", "list") == ""
-        )
-    except StackError:
+    """Remove a checkout that holds nothing but what `create` or `export` left.
+
+    Raises:
+        StackError: If there is such a checkout, and it holds more.
+
+    """
+    if not (folder / ".git").is_dir():
         return
-    if untouched:
-        shutil.rmtree(folder)
+    if holds := work(opened(folder)):
+        raise StackError(
+            f"{folder} {holds}, which a checkout made anew would lose: export that, "
+            "or remove the folder, or name another one."
+        )
+    shutil.rmtree(folder)
+
+
+def work(git: Git) -> str | None:
+    """Say what a checkout holds that is nowhere else; None if nothing."""
+    if git("stash", "list"):
+        return "has a stash"
+    # On any branch: git would lose them all with the folder.
+    if git("rev-list", "--max-count=1", "--all", "--not", APPLIED_TAG):
+        return "has commits that are not exported"
+    for line in git("status", "--porcelain", "-z", "--ignored").split("\0"):
+        state, path = line[:2], PurePosixPath(line[3:])
+        if state.strip() and CACHES.isdisjoint(path.parts):
+            kept = {"??": "untracked", "!!": "ignored"}.get(state)
+            return (
+                f"has the {kept} file {path}"
+                if kept
+                else "has changes that are not committed"
+            )
+    return None
 
 
 def edit(folder: Path, patch: str) -> None:

@@ -159,8 +159,11 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     )
     version = args.base or checkout.opened(folder).get("config", checkout.BASE_KEY)
     base = pins.load_base(root, version)
-    for name in checkout.export(base, folder, Overlay.load(root), args.force):
+    exported = checkout.export(base, folder, Overlay.load(root), args.force)
+    for name in exported.patches:
         print(name)
+    for path in exported.removed:
+        print(f"removed {path}")
     return 0
 
 

@@ -114,7 +114,7 @@ def start(root: Path, source: Base, version: str) -> Git:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         git = Git(Path(scratch, "tree"))
         git.folder.mkdir()
-        git("init", "--quiet", "--initial-branch=stack")
+        git("init", "--quiet", f"--initial-branch={checkout.BRANCH}")
         _prepare(root, git, source, target).save(git)
         shutil.move(git.folder, folder)
     return Git(folder)
@@ -168,7 +168,7 @@ def advance(root: Path, git: Git) -> State:
         state.stopped = False
         if not state.steps:
             # From here on the user may add and amend commits.
-            git("checkout", "--quiet", "--force", "-B", "stack", state.head)
+            git("checkout", "--quiet", "--force", "-B", checkout.BRANCH, state.head)
         state.save(git)
     return state
 
@@ -183,6 +183,7 @@ def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[st
     state = State.load(root, git)
     if under_way := git.operation():
         raise StackError(f"A git {under_way} is under way in {git.folder}.")
+    checkout.require_branch(git)
     if git("status", "--porcelain", "--untracked-files=no"):
         raise StackError(f"{git.folder} has changes that are not committed.")
     patches = checkout.patches_of(git, checkout.BASE_TAG, NO_OVERLAY)

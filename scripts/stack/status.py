@@ -79,10 +79,10 @@ def _unfinished(root: Path) -> Iterator[str]:
 def _checkout_state(root: Path, folder: Path) -> str:
     try:
         git = checkout.opened(folder)
-        if git("status", "--porcelain"):
-            return "has changes that are not committed."
+        if holds := checkout.work(git):
+            return f"{holds}."
         if git("rev-parse", "HEAD") != git("rev-parse", f"{checkout.APPLIED_TAG}^0"):
-            return "has commits that are not exported."
+            return "is at an older commit than the last of its stack."
         base = pins.load_base(root, git.get("config", checkout.BASE_KEY))
         stack = series.stack_hash(series.load(base.patches))
     except StackError as e:

@@ -29,7 +29,7 @@ def make(project, folder: Path) -> None:
     checkout.create(project.base, sdist, folder, project.overlay)
 
 
-def export(project, folder: Path, **options: bool) -> list[str]:
+def export(project, folder: Path, **options: bool) -> checkout.Exported:
     return checkout.export(project.base, folder, project.overlay, **options)
 
 
@@ -100,11 +100,25 @@ def test_a_change_of_one_commit_changes_one_file(project, stack):
 
 
 def test_a_dropped_commit_is_a_dropped_patch(project, stack):
-    git(stack, "reset", "--hard", "HEAD~1")
-    names = export(project, stack)
+    drop = "sequence.editor=sed -i 2s/^pick/drop/"
+    git(stack, "-c", drop, "rebase", "--interactive", "fork-base")
+    exported = export(project, stack)
 
-    assert names == ["core-add-a-hook.patch"]
+    assert exported.patches == ["core-add-a-hook.patch"]
+    assert exported.removed == ["patches/1.2.3/misc-a-2nd-one.patch"]
     assert patch_files(project.base).keys() == {"series", "core-add-a-hook.patch"}
+
+
+@pytest.mark.parametrize(
+    "where", [("--detach", "HEAD~1"), ("-b", "wip"), ("--detach", "fork-applied")]
+)
+def test_only_the_branch_is_exported(project, stack, where):
+    before = patch_files(project.base)
+    git(stack, "checkout", "--quiet", *where)
+
+    with pytest.raises(StackError, match="not on the branch stack"):
+        export(project, stack)
+    assert patch_files(project.base) == before
 
 
 def test_uncommitted_changes_are_not_lost(project, stack):
@@ -190,10 +204,11 @@ def test_our_files_come_back_as_they_were_changed(project, with_overlay):
         *("-c", "sequence.editor=:", "rebase", "--interactive", "--autosquash"),
         "fork-base",
     )
-    export(project, with_overlay)
+    exported = export(project, with_overlay)
 
     assert (project.root / "vllm/arena.py").read_text() == "arena = 2\n"
     assert not (project.root / "tests/test_arena.py").exists()
+    assert exported.removed == ["tests/test_arena.py"]
     assert patch_files(project.base) == before
 
 
@@ -249,14 +264,57 @@ def test_edit_stops_at_the_patch(project, with_overlay):
     assert b"\n+better\n" in after["core-add-a-hook.patch"]
 
 
-def test_a_checkout_is_made_anew_only_if_nothing_in_it_is_lost(stack):
-    (stack / "note").touch()
-    checkout.remove_if_untouched(stack)
-    assert stack.exists()
+def test_a_checkout_is_made_anew_where_nothing_in_it_is_lost(stack):
+    (stack / "vllm/__pycache__").mkdir()
+    (stack / "vllm/__pycache__/engine.pyc").touch()
+    git(stack, "checkout", "--quiet", "--detach", "HEAD~1")
 
-    (stack / "note").unlink()
     checkout.remove_if_untouched(stack)
     assert not stack.exists()
+
+
+def commit_on_a_branch(stack: Path) -> None:
+    git(stack, "checkout", "--quiet", "-b", "wip")
+    git(stack, "commit", "--quiet", "--allow-empty", "--message=Mine")
+    git(stack, "checkout", "--quiet", "stack")
+
+
+def commit_and_look_elsewhere(stack: Path) -> None:
+    git(stack, "commit", "--quiet", "--allow-empty", "--message=Mine")
+    git(stack, "checkout", "--quiet", "--detach", "fork-applied")
+
+
+def stash(stack: Path) -> None:
+    (stack / "vllm/engine.py").write_text("mine\n")
+    git(stack, "stash")
+
+
+def ignored_file(stack: Path) -> None:
+    (stack / ".git/info/exclude").write_text("notes/\n")
+    (stack / "notes").mkdir()
+    (stack / "notes/mine").touch()
+
+
+@pytest.mark.parametrize(
+    ("do", "holds"),
+    [
+        (commit_on_a_branch, "has commits that are not exported"),
+        (commit_and_look_elsewhere, "has commits that are not exported"),
+        (stash, "has a stash"),
+        (ignored_file, "has the ignored file notes"),
+        (lambda stack: (stack / "mine").touch(), "has the untracked file mine"),
+        (
+            lambda stack: (stack / "vllm/engine.py").write_text("mine\n"),
+            "has changes that are not committed",
+        ),
+    ],
+)
+def test_a_checkout_that_holds_work_is_not_made_anew(stack, do, holds):
+    do(stack)
+
+    with pytest.raises(StackError, match=f"{holds}, which a checkout made anew"):
+        checkout.remove_if_untouched(stack)
+    assert stack.exists()
 
 
 def test_a_checkout_of_another_base_is_not_exported(project, stack):

@@ -234,6 +234,17 @@ def test_a_stack_that_does_not_hold_is_not_written(moved):
     assert [patch.name for patch in own] == [*TWO, "core-mend-it.patch"]
 
 
+def test_only_the_branch_becomes_the_stack(moved):
+    before = contents(moved.root / "patches")
+    repository = rebase.start(moved.root, moved.project.base, "1.3.0")
+    moved.advance(repository, ("it is broken.",))
+    git(moved.folder, "checkout", "--quiet", "--detach", "HEAD~1")
+
+    with pytest.raises(StackError, match="not on the branch stack"):
+        moved.resume()
+    assert contents(moved.root / "patches") == before
+
+
 def test_an_update_keeps_what_is_the_releases_own(moved, make_patch):
     repository = rebase.start(moved.root, moved.project.base, "1.3.0")
     moved.advance(repository, ("it is broken.",))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from stack import checkout, editable, fetch, pins, series, status
+from stack.git import Git
 
 
 @pytest.fixture
@@ -38,6 +39,11 @@ def test_it_names_work_in_checkouts(project, lines):
     sdist = fetch.fetch(project.base.sdist)
     checkout.create(project.base, sdist, folder, project.overlay)
     assert "is as it was made" in lines()
+
+    checkout_git = Git(folder)
+    checkout_git("checkout", "--quiet", "--detach", "HEAD~1")
+    assert "is at an older commit than the last of its stack." in lines()
+    checkout_git("checkout", "--quiet", "stack")
 
     (folder / "vllm/engine.py").write_text("")
     assert "has changes that are not committed" in lines()
