@@ -157,7 +157,9 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     folder = args.folder or checkout.default_folder(
         root, pins.load_base(root, args.base)
     )
-    version = args.base or checkout.opened(folder).get("config", checkout.BASE_KEY)
+    version = args.base
+    if version is None:
+        version = checkout.opened(folder).get("config", checkout.BASE_KEY)
     base = pins.load_base(root, version)
     exported = checkout.export(base, folder, Overlay.load(root), args.force)
     for name in exported.patches:
@@ -194,7 +196,8 @@ def _rebase(root: Path, args: argparse.Namespace) -> int:
 
 def _bases(root: Path, version: str | None) -> list[pins.Base]:
     return [
-        pins.load_base(root, v) for v in ([version] if version else pins.versions(root))
+        pins.load_base(root, v)
+        for v in ([version] if version is not None else pins.versions(root))
     ]
 
 

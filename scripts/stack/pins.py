@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from .errors import StackError
 
@@ -59,12 +59,12 @@ def load_base(root: Path, version: str | None = None) -> Base:
     path = root / "patches" / "upstream.toml"
     try:
         pins = tomllib.loads(path.read_text())
-        version = version or pins["default"]
+        version = pins["default"] if version is None else version
         table = pins["base"].get(version)
         if table is None:
             raise StackError(
-                f"patches/upstream.toml pins no base {version}; it has: "
-                f"{', '.join(pins['base'])}."
+                f"patches/upstream.toml pins no base {version or repr(version)}; "
+                f"it has: {', '.join(pins['base'])}."
             )
         return Base(
             version,
@@ -86,6 +86,15 @@ def versions(root: Path) -> list[str]:
     load_base(root)
     pins = tomllib.loads((root / "patches" / "upstream.toml").read_text())
     return sorted(pins["base"], key=Version)
+
+
+def pinned_name(root: Path, version: str) -> str | None:
+    """Return the name under which the version is a base: 0.31.0 for 0.31, too."""
+    try:
+        wanted = Version(version)
+    except InvalidVersion:
+        return None
+    return next((name for name in versions(root) if Version(name) == wanted), None)
 
 
 def add_base(root: Path, base: Base) -> None:

@@ -105,6 +105,7 @@ def start(root: Path, source: Base, version: str) -> Git:
             f"A rebase to {under_way[0]} is under way: finish it with "
             "`scripts/fork rebase --continue`, or give it up with `--abort`."
         )
+    version = pins.pinned_name(root, version) or version
     if version == source.version:
         raise StackError(f"The stack of {version} cannot be rebased onto itself.")
     target = _target(root, version)

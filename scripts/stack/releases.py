@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from packaging.utils import parse_wheel_filename
+from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 from unearth import Package
 
@@ -50,7 +50,9 @@ def find(root: Path, version: str) -> Base:
                 )
             sdist = _pinned(sdists[0])
     assert sdist is not None
-    return Base(str(wanted), sdist, wheels, root / "patches" / str(wanted))
+    # As the file has it: 0.33.0, where 0.33 was asked for.
+    name = str(parse_sdist_filename(sdist.file)[1])
+    return Base(name, sdist, wheels, root / "patches" / name)
 
 
 def _is_wheel_for(package: Package, machine: str) -> bool:

@@ -295,6 +295,17 @@ def test_a_file_of_ours_that_the_release_ships_is_replaced(moved):
     assert pins.load_base(moved.root, "1.3.0").replaces == {"vllm/other.py"}
 
 
+@pytest.mark.parametrize("version", ["1.3", "1.3.0.0"])
+def test_a_release_has_one_name(moved, version):
+    moved.start(version)
+    moved.commit()
+    assert pins.versions(moved.root) == ["1.2.3", "1.3.0"]
+
+    moved.start(version)
+    assert pins.versions(moved.root) == ["1.2.3", "1.3.0"]
+    assert not (moved.root / "patches" / version).exists()
+
+
 @pytest.mark.parametrize(
     ("version", "reason"),
     [
@@ -304,6 +315,7 @@ def test_a_file_of_ours_that_the_release_ships_is_replaced(moved):
         ),
         ("newest", "'newest' is no version of vLLM"),
         ("1.2.3", "cannot be rebased onto itself"),
+        ("1.2.3.0", "cannot be rebased onto itself"),
     ],
 )
 def test_a_release_that_cannot_be(moved, version, reason):
@@ -329,6 +341,12 @@ def test_changes_that_would_be_overwritten(moved):
     with pytest.raises(StackError, match=r"patches/1\.3\.0/ has changes"):
         moved.start()
     assert not (moved.root / "build").exists()
+
+
+@pytest.mark.parametrize("verb", ["apply", "export", "lint", "verify"])
+def test_an_empty_version_is_no_default(moved, capsys, verb):
+    assert cli.main(moved.root, [verb, "--base", ""]) == 1
+    assert "pins no base ''" in capsys.readouterr().err
 
 
 def test_the_command_line_says_how_to_go_on(conflicting, capsys):
