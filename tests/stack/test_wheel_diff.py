@@ -68,13 +68,31 @@ INFO = "vllm-1.2.3+mark.1.cpu.dist-info"
         ("vllm/engine.py", b"altered\n", "changed vllm/engine.py"),
         ("vllm/arena.py", b"arena = 2\n", "added vllm/arena.py"),
         (f"{INFO}/entry_points.txt", b"", f"changed {INFO}/entry_points.txt"),
-        (f"{INFO}/METADATA", b"Name: vllm\nLicense: x\n", f"changed {INFO}/METADATA"),
     ],
 )
 def test_what_is_not_intended_is_told(project, built, name, data, difference):
     found = compare(project, rebuilt(built, {name: data}))
 
     assert [d for d, why in found.items() if why is None] == [difference]
+
+
+@pytest.mark.parametrize(
+    ("file", "more"),
+    [
+        ("METADATA", b"License: x"),
+        ("METADATA", b"Requires-Dist: stray"),
+        ("METADATA", b"Provides-Extra: stray"),
+        ("WHEEL", b"Tag: py3-none-any"),
+    ],
+)
+def test_a_line_that_the_build_does_not_write_is_told(project, built, file, more):
+    name = f"{INFO}/{file}"
+    with ZipFile(built) as archive:
+        data = archive.read(name)
+    first, rest = data.split(b"\n", 1)
+    found = compare(project, rebuilt(built, {name: b"\n".join([first, more, rest])}))
+
+    assert [d for d, why in found.items() if why is None] == [f"changed {name}"]
 
 
 def test_the_verb_lists_and_fails(project, built, capsys):
