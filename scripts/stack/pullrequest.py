@@ -80,6 +80,8 @@ def create(
         What upstream's checks object to, and failing tests; empty if all is well.
 
     """
+    # git and the checks run in other folders.
+    folder = folder.resolve()
     if folder.exists() and any(folder.iterdir()):
         raise StackError(f"{folder} is in the way: name a new or an empty folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,14 @@ def test_the_tests_result_is_in_the_cover_letter(small, tmp_path, passes, outcom
     )
 
 
+def test_a_relative_folder(small, tmp_path, monkeypatch):
+    small.write("vllm/arena.py", "ARENA = 1\n")
+    monkeypatch.chdir(tmp_path)
+
+    create(small.base, small.overlay, Path("out/mails"))
+    assert len(list((tmp_path / "out/mails").iterdir())) == 2
+
+
 def test_nothing_is_overwritten(small, tmp_path):
     small.write("vllm/arena.py", "ARENA = 1\n")
     (tmp_path / "mails").mkdir()
