@@ -324,17 +324,30 @@ def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
     patches: dict[str, str] = {}
     for commit in git("rev-list", "--reverse", stack).split():
         # Only what the commit touches: git is slow with many patterns.
-        ours = [p for p in git.changed_paths(commit) if overlay.owner(p)]
+        paths = git.changed_paths(commit)
+        ours = [path for path in paths if overlay.owner(path)]
         only = ["--", ".", *(f":(exclude,literal){p}" for p in ours)] if ours else []
         # A range: -1 would go back to a commit that the paths leave in.
-        text = git(*FORMAT_PATCH, f"{commit}^..{commit}", *only)
+        what = f"The commit {git.get('log', '-1', '--format=%h (%s)', commit)} in"
+        what += f" {git.folder}"
+        subject, body = git("log", "-1", "--format=%s%x00%b", commit).split("\0")
+        if problem := patchform.message_problem(subject, body):
+            raise StackError(f"{what} {problem}.")
+        try:
+            text = git.raw(*FORMAT_PATCH, f"{commit}^..{commit}", *only).decode()
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text or "\nGIT binary patch\n" in text:
+            raise StackError(f"{what} changes what is no text in UTF-8.")
         text = patchform.without_index_lines(text)
         if not text:
             raise StackError(
-                f"The commit {git('log', '-1', '--format=%h (%s)', commit).strip()} in "
-                f"{git.folder} changes none of upstream's files: make it part of the "
-                "one that its files belong to."
+                f"{what} changes none of upstream's files: make it part of the one "
+                "that its files belong to."
             )
+        _, _, diff = text.partition("\ndiff --git ")
+        if patchform.has_markers(diff):
+            raise StackError(f"{what} has the markers of a conflict.")
         name = patchform.file_name(patchform.headers(text)["subject"])
         if name in patches:
             raise StackError(

@@ -3,6 +3,7 @@
 """git, without what the user's or the machine's configuration would change."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -49,6 +50,20 @@ class Git:
         env: dict[str, str] | None = None,
     ) -> str:
         """Run git in the folder and return what it prints."""
+        try:
+            return self.raw(*args, stdin=stdin, env=env).decode()
+        except UnicodeDecodeError:
+            raise StackError(
+                f"git {args[0]} in {self.folder} gives what is not UTF-8."
+            ) from None
+
+    def raw(
+        self,
+        *args: str,
+        stdin: bytes | None = None,
+        env: dict[str, str] | None = None,
+    ) -> bytes:
+        """Run git in the folder and return the bytes it prints."""
         command = ["git", *(o for s in SETTINGS for o in ("-c", s)), *args]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         clean |= {
@@ -68,11 +83,16 @@ class Git:
             raise StackError(f"git cannot be run in {self.folder}: {e}.") from e
         if done.returncode:
             why = done.stderr.decode(errors="replace").strip().splitlines()
+            if lock := re.search(r"Unable to create '(.*\.lock)'", "".join(why[:1])):
+                raise StackError(
+                    f"Another git works in {self.folder}, or one was killed there: if "
+                    f"none does, remove {lock[1]}."
+                )
             raise StackError(
                 f"git {args[0]} failed in {self.folder}: "
                 f"{why[0] if why else 'no reason given'}"
             )
-        return done.stdout.decode()
+        return done.stdout
 
     def get(self, *args: str) -> str:
         """Return what git prints, without line ends; "" where it fails."""
@@ -99,4 +119,4 @@ class Git:
         """Return the file's content in the commit, None where it has none."""
         if not self.get("ls-tree", commit, "--", path):
             return None
-        return self("show", f"{commit}:{path}").encode()
+        return self.raw("show", f"{commit}:{path}")

@@ -89,6 +89,8 @@ def _form_problems(patch: Patch) -> Iterator[str]:
         yield "has git's signature at its end."
     if not patch.text.endswith("\n") or patch.text.endswith("\n\n"):
         yield "does not end with exactly one line feed."
+    if patchform.has_markers(patch.text[len(patch.message) :]):
+        yield "has the markers of a conflict."
     if "\n---\n" not in patch.message:
         yield "has no '---' line between message and diff."
 

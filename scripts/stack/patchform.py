@@ -11,6 +11,17 @@ from email.parser import HeaderParser
 
 ZERO_COMMIT = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
 
+# Far below the 255 bytes that file systems take, with what a draft's name adds.
+MAX_NAME = 100
+
+_MARKER = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|={7}$|>{7})")
+
+# Where git am ends the message, or takes a line of it for a header.
+_NO_TEXT = re.compile(
+    r"(?m)^(?:---(?:[ \t].*)?|diff -.*|Index: .*|From [0-9a-f]{40} .*|"
+    r"(?:From|Date|Subject):.*)$"
+)
+
 _INDEX_LINE = re.compile(r"(?m)^index [0-9a-f]+\.\.[0-9a-f]+(?: \d+)?\n")
 
 
@@ -28,7 +39,26 @@ def headers(text: str) -> dict[str, str]:
 
 def file_name(subject: str) -> str:
     title = subject.removeprefix("[PATCH] ").lower()
-    return re.sub(r"[^a-z0-9]+", "-", title).strip("-") + ".patch"
+    stem = re.sub(r"[^a-z0-9]+", "-", title).strip("-")
+    return stem[:MAX_NAME].rstrip("-") + ".patch"
+
+
+def has_markers(diff: str) -> bool:
+    """Tell whether the diff adds or removes a line of a conflict."""
+    return _MARKER.search(diff) is not None
+
+
+def message_problem(subject: str, body: str) -> str | None:
+    """Say why a commit of this message can be no patch; None if it can."""
+    if file_name(subject) == ".patch":
+        return "has no subject that its file could be named after"
+    if re.match(r"(?:fixup|squash|amend)! ", subject):
+        return "is not squashed yet (`git rebase -i --autosquash fork-base`)"
+    if line := _NO_TEXT.search(body):
+        return (
+            f"has the line {line[0]!r} in its message, which git am takes for no text"
+        )
+    return None
 
 
 def body(message: str) -> str:

@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from . import checkout, fetch, overlay, pins, releases, sdist, series
+from . import checkout, fetch, overlay, patchform, pins, releases, sdist, series
 from .errors import StackError
 from .git import Git
 from .overlay import Overlay
@@ -68,7 +69,16 @@ class State:
 
     @classmethod
     def load(cls, root: Path, git: Git) -> "State":
-        data = json.loads((git.folder / ".git" / STATE).read_text())
+        try:
+            return cls._of(root, json.loads((git.folder / ".git" / STATE).read_text()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise StackError(
+                f"{git.folder / '.git' / STATE} is damaged, so the rebase cannot go "
+                "on: `scripts/fork rebase --abort` gives it up."
+            ) from None
+
+    @classmethod
+    def _of(cls, root: Path, data: dict[str, Any]) -> "State":
         target = data.pop("target")
         return cls(
             series.Source(**data.pop("source")),
@@ -99,7 +109,7 @@ def start(root: Path, source: Base, version: str) -> Git:
         The repository for `advance`.
 
     """
-    under_way = [path.name.removeprefix("rebase-") for path in _folders(root)]
+    under_way = [path.name.removeprefix("rebase-") for path in folders(root)]
     if under_way:
         raise StackError(
             f"A rebase to {under_way[0]} is under way: finish it with "
@@ -111,6 +121,8 @@ def start(root: Path, source: Base, version: str) -> Git:
     target = _target(root, version)
     _refuse_dirty(root, target)
     folder = folder_of(root, target.version)
+    if folder.exists() or folder.is_symlink():
+        raise StackError(f"{folder} is in the way, and no rebase: remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         git = Git(Path(scratch, "tree"))
@@ -123,22 +135,20 @@ def start(root: Path, source: Base, version: str) -> Git:
 
 def resume(root: Path) -> Git:
     """Return the repository of the rebase that is under way."""
-    folders = _folders(root)
-    if not folders:
-        raise StackError("No rebase is under way.")
-    if not (folders[0] / ".git" / STATE).is_file():
-        raise StackError(
-            f"{folders[0]} is not what a rebase left there; `--abort` removes it."
-        )
-    return Git(folders[0])
+    return Git(_under_way(root)[0])
 
 
 def abort(root: Path) -> None:
-    folders = _folders(root)
-    if not folders:
-        raise StackError("No rebase is under way.")
-    for folder in folders:
+    for folder in _under_way(root):
         shutil.rmtree(folder)
+
+
+def _under_way(root: Path) -> list[Path]:
+    if found := folders(root):
+        return found
+    others = [str(path) for path in sorted((root / "build").glob("rebase-*"))]
+    hint = f" {', '.join(others)} is none: remove it yourself." if others else ""
+    raise StackError(f"No rebase is under way.{hint}")
 
 
 def advance(root: Path, git: Git) -> State:
@@ -153,7 +163,7 @@ def advance(root: Path, git: Git) -> State:
         step = state.steps[0]
         if not state.stopped:
             _merge(git, state, step)
-        _require_solved(git, step)
+        _require_solved(git, step, state.head)
         tree = git("write-tree").strip()
         if tree == git("rev-parse", f"{state.head}^{{tree}}").strip():
             state.dropped.append(step.patch)
@@ -202,8 +212,13 @@ def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[st
     return []
 
 
-def _folders(root: Path) -> list[Path]:
-    return sorted((root / "build").glob("rebase-*"))
+def folders(root: Path) -> list[Path]:
+    """Return the folders of rebases under way; others of such a name are not ours."""
+    return [
+        path
+        for path in sorted((root / "build").glob("rebase-*"))
+        if not path.is_symlink() and (path / ".git" / STATE).is_file()
+    ]
 
 
 def _target(root: Path, version: str) -> Base:
@@ -386,17 +401,18 @@ def _unmerged(git: Git) -> list[str]:
     return sorted({path for path in listing.split("\0") if path})
 
 
-def _require_solved(git: Git, step: Step) -> None:
-    left = []
+def _require_solved(git: Git, step: Step, head: str) -> None:
+    left = _marked(git, step.ours or head)
     for path in _unmerged(git):
         file = git.folder / path
         stages = git("ls-files", "--unmerged", "--", path).split("\n")
         both_have_it = {line[48:49] for line in stages if line} >= {"2", "3"}
-        if not both_have_it or not file.is_file() or _has_markers(file):
+        if not both_have_it or not file.is_file():
             left.append(path)
     if left:
+        paths = ", ".join(sorted(set(left)))
         raise Conflict(
-            f"{step.patch} conflicts in {', '.join(left)}. Solve it in {git.folder}, "
+            f"{step.patch} conflicts in {paths}. Solve it in {git.folder}, "
             "`git add` what is solved, then `scripts/fork rebase --continue`; "
             "`scripts/fork rebase --abort` gives up."
         )
@@ -406,6 +422,12 @@ def _require_solved(git: Git, step: Step) -> None:
     git("add", "--update")
 
 
-def _has_markers(file: Path) -> bool:
-    lines = file.read_bytes().splitlines()
-    return any(line.startswith((b"<<<<<<< ", b">>>>>>> ")) for line in lines)
+def _marked(git: Git, before: str) -> list[str]:
+    """Return the files that have markers now; `git add` takes them as well."""
+    changed = git("diff", "--name-only", "--no-renames", "-z", before)
+    found = []
+    for path in sorted({path for path in changed.split("\0") if path}):
+        diff = git.raw("diff", "--unified=0", before, "--", f":(literal){path}")
+        if patchform.has_markers(diff.decode(errors="replace")):
+            found.append(path)
+    return found

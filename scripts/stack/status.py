@@ -5,7 +5,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from . import checkout, editable, fetch, overlay, pins, sdist, series
+from . import checkout, editable, fetch, overlay, pins, rebase, sdist, series
 from .errors import StackError
 from .fork import package_edits
 from .git import Git
@@ -69,7 +69,7 @@ def _unfinished(root: Path) -> Iterator[str]:
             yield from (f"  {line}" for line in changed.splitlines())
     for folder in sorted((root / "build").glob("stack-*")):
         yield from ("", f"The checkout {folder}: {_checkout_state(root, folder)}")
-    for folder in sorted((root / "build").glob("rebase-*")):
+    for folder in rebase.folders(root):
         version = folder.name.removeprefix("rebase-")
         yield from ("", f"A rebase to {version} is under way in {folder}.")
     if (drift := editable.drift(root)) is not None:

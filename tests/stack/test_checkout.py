@@ -121,6 +121,59 @@ def test_only_the_branch_is_exported(project, stack, where):
     assert patch_files(project.base) == before
 
 
+def message(text: str):
+    def do(stack: Path) -> None:
+        (stack / "vllm/other.py").write_text("mine\n")
+        git(stack, "commit", "--all", "--allow-empty-message", f"--message={text}")
+
+    return do
+
+
+def content(data: bytes):
+    def do(stack: Path) -> None:
+        (stack / "vllm/other.py").write_bytes(data)
+        git(stack, "commit", "--all", "--message=[Core] Mine")
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"),
+    [
+        (message(""), "has no subject"),
+        (message("[...]"), "has no subject"),
+        (message("fixup! [Core] Add a hook"), "is not squashed yet"),
+        (message("[Core] It\n\nWhy.\n---\nMore."), "has the line '---' in"),
+        (message("[Core] It\n\ndiff --git a/x b/x"), "has the line 'diff --git"),
+        (message("[Core] It\n\nFrom: me"), "has the line 'From: me' in"),
+        (content(b"caf\xe9\n"), "is no text in UTF-8"),
+        (content(b"\0\1\2"), "is no text in UTF-8"),
+        (content(b"a\n=======\nb\n"), "has the markers of a conflict"),
+        (content(b"other\n>>>>>>> theirs\n"), "has the markers of a conflict"),
+    ],
+)
+def test_a_commit_that_can_be_no_patch(project, stack, do, reason):
+    before = patch_files(project.base)
+    do(stack)
+
+    with pytest.raises(StackError, match=f"^The commit .* {reason}"):
+        export(project, stack)
+    assert patch_files(project.base) == before
+
+
+def test_a_long_subject_is_cut_to_a_name(project, stack):
+    message(f"[Core] {'very ' * 60}long")(stack)
+    *_, name = export(project, stack).patches
+
+    assert name.startswith("core-very-very-") and len(name) <= 110
+    assert {path.name for path in project.base.patches.iterdir()} == {
+        "series",
+        "core-add-a-hook.patch",
+        "misc-a-2nd-one.patch",
+        name,
+    }
+
+
 def test_uncommitted_changes_are_not_lost(project, stack):
     before = patch_files(project.base)
     (stack / "vllm/other.py").write_text("mine\n")

@@ -61,6 +61,9 @@ def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
         ("---\n vllm", "\n vllm", "no '---' line"),
         ("-7,7", "-7,8", "not a valid patch"),
         ("+hook\n", "+line  10\n", "changes only white space"),
+        ("+hook\n", "+<<<<<<< HEAD\n", "markers of a conflict"),
+        ("+hook\n", "+=======\n", "markers of a conflict"),
+        ("-line 10\n", "-||||||| base\n", "markers of a conflict"),
         ("--- a/vllm/engine.py", "new file mode 100644\n--- /dev/null", "a new file"),
     ],
 )

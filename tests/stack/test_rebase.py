@@ -141,6 +141,35 @@ def test_a_conflict_stops_with_the_patch_and_changes_nothing(conflicting):
     assert (conflicting.folder / "vllm/engine.py").read_text() == text
 
 
+def test_markers_that_were_added_are_no_solution(conflicting):
+    with pytest.raises(rebase.Conflict):
+        conflicting.start()
+    git(conflicting.folder, "add", "--all")
+
+    with pytest.raises(
+        rebase.Conflict, match=r"add-a-hook\.patch conflicts in vllm/engine\.py\."
+    ):
+        conflicting.resume()
+
+    # A solution that left a part of them.
+    conflicting.solve("hook 5", "hook 5\n=======")
+    git(conflicting.folder, "add", "--all")
+    with pytest.raises(rebase.Conflict):
+        conflicting.resume()
+
+
+def test_markers_in_a_commit_do_not_become_a_patch(moved):
+    before = contents(moved.root / "patches")
+    repository = rebase.start(moved.root, moved.project.base, "1.3.0")
+    moved.advance(repository, ("it is broken.",))
+    (moved.folder / "vllm/other.py").write_text("<<<<<<< HEAD\nother\n")
+    git(moved.folder, "commit", "--all", "--message=[Core] Mend it")
+
+    with pytest.raises(StackError, match="has the markers of a conflict"):
+        moved.resume()
+    assert contents(moved.root / "patches") == before
+
+
 def test_a_solved_conflict_goes_on(conflicting):
     with pytest.raises(rebase.Conflict):
         conflicting.start()
@@ -161,6 +190,52 @@ def test_a_rebase_is_given_up(conflicting):
     assert contents(conflicting.root / "patches") == before
     with pytest.raises(StackError, match="No rebase is under way"):
         rebase.resume(conflicting.root)
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_no_rebase_is_left_alone(moved, kind, tmp_path):
+    mine = moved.root / "build/rebase-1.3.0"
+    mine.parent.mkdir()
+    if kind == "folder":
+        mine.mkdir()
+        (mine / "notes").touch()
+    elif kind == "file":
+        mine.touch()
+    else:
+        mine.symlink_to(tmp_path)
+
+    for verb in (rebase.abort, rebase.resume):
+        with pytest.raises(StackError, match=r"No rebase .* is none: remove it"):
+            verb(moved.root)
+    with pytest.raises(StackError, match=r"is in the way, and no rebase"):
+        moved.start()
+    assert mine.is_symlink() if kind == "link" else mine.exists()
+    assert kind != "folder" or (mine / "notes").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"target": 1}'])
+def test_a_damaged_rebase_is_given_up(conflicting, text):
+    with pytest.raises(rebase.Conflict):
+        conflicting.start()
+    (conflicting.folder / ".git/fork-rebase.json").write_text(text)
+
+    with pytest.raises(StackError, match="is damaged, .* rebase --abort"):
+        conflicting.resume()
+    rebase.abort(conflicting.root)
+    assert not conflicting.folder.exists()
+
+
+def test_a_lock_of_a_git_that_was_killed(conflicting):
+    with pytest.raises(rebase.Conflict):
+        conflicting.start()
+    conflicting.solve("hook 5", "hook other 5")
+    lock = conflicting.folder / ".git/index.lock"
+    lock.touch()
+
+    with pytest.raises(StackError, match=f"was killed there: .* remove {lock}"):
+        conflicting.resume()
+    lock.unlink()
+    assert conflicting.resume() == []
 
 
 @pytest.fixture
