@@ -3,8 +3,10 @@
 """The command line of scripts/fork."""
 
 import argparse
+import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from . import (
     checkout,
@@ -26,15 +28,33 @@ from .overlay import Overlay
 
 
 def main(root: Path, argv: list[str]) -> int:
+    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         return _run(root, argv)
     except BrokenPipeError:
         # Whoever read the output has enough of it.
         sys.stderr.close()
         return 1
-    except (StackError, OSError) as e:
+    except StackError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except OSError as e:
+        where = f"{e.filename2 or e.filename}: " if e.filename else ""
+        print(f"error: {where}{e.strerror or e}.", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, _Terminated) as e:
+        print("error: interrupted.", file=sys.stderr)
+        return 130 if isinstance(e, KeyboardInterrupt) else 143
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+class _Terminated(BaseException):
+    """SIGTERM; as an exception it cleans up on its way, as Ctrl-C does."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise _Terminated
 
 
 def _run(root: Path, argv: list[str]) -> int:

@@ -81,6 +81,8 @@ def drift(root: Path) -> str | None:
         base_file = fetch.cached_path(fork.distribution)
         if not base_file.is_file():
             return None
+        if not fetch.is_sound(base_file, fork.distribution):
+            return f"The cached {base_file} is damaged: remove it."
         with BaseWheel(base_file) as base:
             edits = fork.edits(base.get)
     except StackError as e:
@@ -143,14 +145,14 @@ def _save_state(fork: Fork, tree: Path, managed: Iterable[str]) -> None:
 def _load_state(fork: Fork, tree: Path) -> list[str]:
     try:
         state = json.loads((tree / STATE).read_text())
-    except (OSError, ValueError):
+        managed = state.pop("managed")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise StackError(
             f"There is no editable tree in {tree}; `pip install -e .` makes it."
         ) from None
-    managed = state.pop("managed")
     if state != _identity(fork):
         raise StackError(
-            f"The editable tree in {tree} is of {state['version']}, the repository "
+            f"The editable tree in {tree} is of {state.get('version')}, the repository "
             f"is at {fork.version}: run `pip install -e .` again."
         )
     return managed

@@ -88,11 +88,15 @@ def cached_path(distribution: Distribution) -> Path:
     return cache_dir() / distribution.sha256 / distribution.file
 
 
+def is_sound(cached: Path, distribution: Distribution) -> bool:
+    return sha256(cached) == distribution.sha256
+
+
 def fetch(distribution: Distribution) -> Path:
     """Return a local copy of the distribution whose hash is the pinned one."""
     cached = cached_path(distribution)
     if cached.is_file():
-        if sha256(cached) == distribution.sha256:
+        if is_sound(cached, distribution):
             return cached
         print(
             f"The cached {distribution.file} is damaged (its sha256 is not the pinned "

@@ -370,9 +370,9 @@ def _from_history(
         if listing is None:
             continue
         patches = []
-        for name in series.names(listing.decode()):
+        for name in series.names(listing.decode(errors="replace")):
             text = git.blob(commit, f"{folder}/{name}") or b""
-            patches.append(Patch(name, text.decode()))
+            patches.append(Patch(name, text.decode(errors="replace")))
         if series.stack_hash(patches) == made_of.stack_sha256:
             return patches
     return None

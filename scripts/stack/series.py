@@ -92,7 +92,7 @@ class Source:
 def source(folder: Path) -> Source | None:
     """Return what the first line of the folder's series says of its origin."""
     path = folder / "series"
-    text = path.read_text() if path.is_file() else ""
+    text = path.read_text(errors="replace") if path.is_file() else ""
     match = re.match(r"# Rebased from (\S+), stack ([0-9a-f]{64})$", text, re.MULTILINE)
     return Source(*match.groups()) if match else None
 

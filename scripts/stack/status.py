@@ -36,6 +36,8 @@ def _state(root: Path, base: Base) -> str:
         file = fetch.cached_path(base.sdist)
         if not file.is_file():
             return f"{count}, not tried: {file.name} has not been downloaded yet."
+        if not fetch.is_sound(file, base.sdist):
+            return f"{count}, not tried: the cached {file} is damaged: remove it."
         ours = overlay.package_files(root)
         read = sdist.reader(file, [*series.touched(patches), *ours])
         series.apply(patches, read)
@@ -72,6 +74,11 @@ def _unfinished(root: Path) -> Iterator[str]:
     for folder in rebase.folders(root):
         version = folder.name.removeprefix("rebase-")
         yield from ("", f"A rebase to {version} is under way in {folder}.")
+    for folder in sorted((root / "build").glob("tmp*")):
+        yield from (
+            "",
+            f"{folder} is of a run that was killed, or of one that is under way.",
+        )
     if (drift := editable.drift(root)) is not None:
         yield from ("", drift)
 

@@ -27,6 +27,25 @@ def test_it_says_what_applies_and_downloads_nothing(project, lines):
     assert "core-add-a-hook.patch: vllm/engine.py +1 -1" in lines()
 
 
+def test_a_damaged_download_is_told(project, lines, monkeypatch):
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    wheel = fetch.fetch(project.fork.distribution)
+    editable.create(project.fork, wheel, editable.tree_path(project.root))
+    sdist = fetch.fetch(project.base.sdist)
+    for file in (wheel, sdist):
+        file.write_bytes(file.read_bytes()[:-50])
+
+    assert f"not tried: the cached {sdist} is damaged" in lines()
+    assert f"The cached {wheel} is damaged" in lines()
+
+
+def test_what_a_killed_run_left_is_named(project, lines):
+    folder = project.root / "build/tmpabc"
+    folder.mkdir(parents=True)
+
+    assert f"{folder} is of a run that was killed" in lines()
+
+
 def test_it_says_what_does_not_apply(project, lines, make_patch):
     fetch.fetch(project.base.sdist)
     project.write("patches/1.2.3/core-add-a-hook.patch", make_patch(at=8))

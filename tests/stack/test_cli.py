@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stack import cli
+
+SCRIPTS = Path(cli.__file__).parents[1]
+# A shell starts what it puts into the background with SIGINT ignored.
+RUN = """
+import signal, sys
+from pathlib import Path
+from stack import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(cli.main(Path(sys.argv[1]), sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_a_run_that_is_stopped_leaves_nothing(
+    project, make_patch, tmp_path, monkeypatch, number, code
+):
+    project.add_patch("core-add-a-hook.patch", make_patch())
+    os.mkfifo(tmp_path / "started")
+    git = tmp_path / "bin/git"
+    git.parent.mkdir()
+    git.write_text(f"#!/bin/sh\necho > {tmp_path}/started\nexec sleep 300\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    command = [sys.executable, "-c", RUN, str(project.root), "apply"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        (tmp_path / "started").read_text()
+        run.send_signal(number)
+        _, error = run.communicate()
+
+    assert run.returncode == code
+    assert error.splitlines()[-1] == "error: interrupted."
+    assert "Traceback" not in error
+    assert list((project.root / "build").iterdir()) == []
+
+
+def test_a_system_error_is_one_sentence(project, capsys):
+    build = project.write("build", "")
+
+    assert cli.main(project.root, ["apply"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == f"error: {build}: File exists."
