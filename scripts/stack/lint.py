@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from unidiff import Hunk
+from unidiff import Hunk, PatchedFile
 
 from . import patchform, pins, series
 from .errors import StackError
@@ -45,6 +45,9 @@ def problems(folder: Path) -> list[str]:
 
 
 def _problems(patch: Patch) -> Iterator[str]:
+    if patch.has_carriage_returns:
+        yield "has carriage returns at the ends of its lines (CRLF)."
+        return
     yield from _form_problems(patch)
     yield from _message_problems(patch)
     try:
@@ -60,8 +63,21 @@ def _problems(patch: Patch) -> Iterator[str]:
             )
         if file.is_added_file:
             yield f"adds {file.path}: a new file belongs to the overlay."
+        yield from _position_problems(file)
         for hunk in file:
             yield from _line_problems(file.path, hunk)
+
+
+def _position_problems(file: PatchedFile) -> Iterator[str]:
+    end = shift = 0
+    for hunk in file:
+        # A side without lines names the line that it comes after.
+        old = hunk.source_start - (1 if hunk.source_length else 0)
+        new = hunk.target_start - (1 if hunk.target_length else 0)
+        if old < end or new != old + shift:
+            yield f"the hunk at {hunk.source_start} of {file.path} is misnumbered."
+        end = old + hunk.source_length
+        shift += hunk.target_length - hunk.source_length
 
 
 def _line_problems(path: str, hunk: Hunk) -> Iterator[str]:

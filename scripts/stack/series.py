@@ -42,15 +42,46 @@ class Patch:
         # The message stays out: a line of it may look like a diff's. So do
         # blank lines at the end, which unidiff takes for context.
         diff = self.text[self._diff_start :].rstrip("\n") + "\n"
+        if self.has_carriage_returns:
+            raise StackError(
+                f"{self.name} has carriage returns at the ends of its lines (CRLF): "
+                "turn them into line feeds."
+            )
+        # unidiff leaves out, without a word, the lines that the header has not.
+        if header := _miscounted(diff):
+            raise StackError(
+                f"{self.name} is not a valid patch: its hunk {header} counts other "
+                "lines than follow."
+            )
         try:
             return PatchSet(io.StringIO(diff))
         except UnidiffParseError as e:
             raise StackError(f"{self.name} is not a valid patch: {e}.") from e
 
     @property
+    def has_carriage_returns(self) -> bool:
+        # A content line may have one, of a file that is so itself.
+        return re.search(r"(?m)^diff --git .*\r$", self.text) is not None
+
+    @property
     def _diff_start(self) -> int:
         start = self.text.find("\ndiff --git ")
         return len(self.text) if start < 0 else start + 1
+
+
+def _miscounted(diff: str) -> str | None:
+    """Return a hunk header whose counts are not those of the lines below it."""
+    _, *hunks = re.split(r"(?m)^(?=@@ )", diff)
+    for hunk in hunks:
+        header, _, rest = hunk.partition("\n")
+        counts = re.match(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@", header)
+        lines = rest.partition("\ndiff --git ")[0].removesuffix("\n").split("\n")
+        kinds = [line[:1] or " " for line in lines]
+        context = kinds.count(" ")
+        found = [context + kinds.count("-"), context + kinds.count("+")]
+        if counts is None or [int(n or 1) for n in counts.groups()] != found:
+            return counts[0] if counts else header
+    return None
 
 
 def load(folder: Path) -> list[Patch]:
@@ -153,8 +184,11 @@ def _apply_file(file: PatchedFile, before: bytes | None) -> bytes | None:
         # A hunk that shows no old line names the line it comes after.
         start = hunk.source_start - (1 if old else 0)
         if start < done or lines[start : start + len(old)] != old:
+            there = [line.replace("\r", "") for line in lines[start : start + len(old)]]
+            but = ", but for carriage returns" if there == old else ""
             raise ValueError(
                 f"the lines at {hunk.source_start} are not those that the patch shows"
+                f"{but}"
             )
         result += lines[done:start] + new
         done = start + len(old)

@@ -24,9 +24,16 @@ def lines(root: Path) -> Iterator[str]:
             yield f"  behind: {drift}"
     yield from ("", "The patches:")
     for patch in stack:
-        changes = ", ".join(f"{f.path} +{f.added} -{f.removed}" for f in patch.files)
-        yield f"  {patch.name}: {changes}"
+        yield f"  {patch.name}: {_changes(patch)}"
     yield from _unfinished(root)
+
+
+def _changes(patch: series.Patch) -> str:
+    try:
+        return ", ".join(f"{f.path} +{f.added} -{f.removed}" for f in patch.files)
+    except StackError:
+        # Why is said beside the base.
+        return "cannot be read"
 
 
 def _state(root: Path, base: Base) -> str:

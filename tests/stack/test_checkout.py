@@ -146,7 +146,7 @@ def content(data: bytes):
         (message("[Core] It\n\nWhy.\n---\nMore."), "has the line '---' in"),
         (message("[Core] It\n\ndiff --git a/x b/x"), "has the line 'diff --git"),
         (message("[Core] It\n\nFrom: me"), "has the line 'From: me' in"),
-        (content(b"caf\xe9\n"), "is no text in UTF-8"),
+        (content(b"\xe9\n"), "is no text in UTF-8"),
         (content(b"\0\1\2"), "is no text in UTF-8"),
         (content(b"a\n=======\nb\n"), "has the markers of a conflict"),
         (content(b"other\n>>>>>>> theirs\n"), "has the markers of a conflict"),

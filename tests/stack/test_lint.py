@@ -60,6 +60,8 @@ def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
         ("+hook\n", "+hook \n", r"line 10 of vllm/engine\.py ends with white space"),
         ("---\n vllm", "\n vllm", "no '---' line"),
         ("-7,7", "-7,8", "not a valid patch"),
+        ("+hook\n", "+hook\n+more\n", "not a valid patch"),
+        ("+7,7", "+8,7", r"the hunk at 7 of vllm/engine\.py is misnumbered"),
         ("+hook\n", "+line  10\n", "changes only white space"),
         ("+hook\n", "+<<<<<<< HEAD\n", "markers of a conflict"),
         ("+hook\n", "+=======\n", "markers of a conflict"),
@@ -75,6 +77,22 @@ def test_each_fault_is_named(project, make_patch, old, new, problem):
     found = lint.problems(project.base.patches)
 
     assert any(re.search(problem, sentence) for sentence in found), found
+
+
+def test_two_hunks_that_overlap(project, make_patch):
+    text = make_patch()
+    hunk = text[text.index("@@ -7") :]
+    project.add_patch(NAME, text + hunk.replace("-7,7 +7,7", "-9,7 +9,7"))
+
+    (problem,) = lint.problems(project.base.patches)
+    assert "the hunk at 9 of vllm/engine.py is misnumbered" in problem
+
+
+def test_carriage_returns_are_one_problem(project, make_patch):
+    project.add_patch(NAME, make_patch().replace("\n", "\r\n"))
+
+    (problem,) = lint.problems(project.base.patches)
+    assert "has carriage returns at the ends of its lines" in problem
 
 
 def test_a_blank_line_alone_is_no_hook(project, make_patch):

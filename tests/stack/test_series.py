@@ -52,7 +52,7 @@ def test_other_context_is_no_match(project, make_patch):
 def test_carriage_returns_are_no_match():
     patch = patch_of("@@ -1 +1 @@\n-a\n+b\n")
 
-    with pytest.raises(StackError, match="not those that the patch shows"):
+    with pytest.raises(StackError, match="patch shows, but for carriage returns"):
         apply(patch, b"a\r\n")
 
 
@@ -68,6 +68,27 @@ def test_a_hand_edited_hunk_header_is_not_a_valid_patch():
 
     with pytest.raises(StackError, match=r"it\.patch is not a valid patch"):
         apply(patch, b"a\n")
+
+
+@pytest.mark.parametrize(
+    "diff",
+    [
+        "@@ -1 +1,2 @@\n a\n+b\n+c\n",
+        "@@ -1 +1,3 @@\n a\n+b\n",
+        "@@ -1,2 +1,3 @@\n a\n+b\n c\n-d\n@@ -9 +10 @@\n-x\n+y\n",
+        "@@ -1 @@\n-a\n+b\n",
+    ],
+)
+def test_no_line_is_left_out_that_a_header_does_not_count(diff):
+    with pytest.raises(StackError, match=r"is not a valid patch: its hunk @@ -1"):
+        apply(patch_of(diff), b"a\nc\nd\n")
+
+
+def test_a_patch_of_carriage_returns_is_told(make_patch):
+    text = make_patch().replace("\n", "\r\n")
+
+    with pytest.raises(StackError, match=r"^it\.patch has carriage returns"):
+        apply(Patch("it.patch", text), b"")
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,15 @@ def test_it_says_what_does_not_apply(project, lines, make_patch):
     assert "core-add-a-hook.patch does not apply to vllm/engine.py" in lines()
 
 
+def test_a_patch_that_cannot_be_read_is_told_once(project, lines, make_patch):
+    text = make_patch().replace("\n", "\r\n")
+    project.write("patches/1.2.3/core-add-a-hook.patch", text)
+    fetch.fetch(project.base.sdist)
+
+    assert lines().count("carriage returns") == 1
+    assert "core-add-a-hook.patch: cannot be read" in lines()
+
+
 def test_it_names_work_in_checkouts(project, lines):
     folder = checkout.default_folder(project.root, project.base)
     sdist = fetch.fetch(project.base.sdist)
