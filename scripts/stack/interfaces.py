@@ -43,6 +43,35 @@ def hooked(paths: Iterable[str], base: Read, patched: Read) -> list[Interface]:
     return found
 
 
+def lacking(paths: Iterable[str], base: Read, patched: Read, other: Read) -> list[str]:
+    """Return what the patches change and another release does not have.
+
+    Args:
+        paths: The files that the patches touch.
+        base: Gives a file of the base.
+        patched: Gives a file as the patches leave it.
+        other: Gives a file of the release.
+
+    """
+    found = []
+    for path in sorted(path for path in paths if base(path) is not None):
+        if other(path) is None:
+            found.append(path)
+        elif path.endswith(".py"):
+            try:
+                before, there = _functions(base(path)), _functions(other(path))
+                hooks = hooked([path], base, patched)
+            except StackError:
+                # A release may be written for a Python newer than this one.
+                continue
+            found += [
+                f"{hook.name} of {path}"
+                for hook in hooks
+                if hook.name in before and hook.name not in there
+            ]
+    return found
+
+
 def imported(overlay: Mapping[str, Path], read: Read) -> list[Interface]:
     """Return upstream's functions that the overlay imports.
 

@@ -13,13 +13,24 @@ What the stack was made of then is looked up in this repository's history.
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from . import checkout, fetch, overlay, patchform, pins, releases, sdist, series
+from . import (
+    checkout,
+    fetch,
+    interfaces,
+    overlay,
+    patchform,
+    pins,
+    releases,
+    sdist,
+    series,
+)
 from .errors import StackError
 from .git import Git
 from .overlay import Overlay
@@ -120,6 +131,14 @@ def start(root: Path, source: Base, version: str) -> Git:
         raise StackError(f"The stack of {version} cannot be rebased onto itself.")
     target = _target(root, version)
     _refuse_dirty(root, target)
+    is_new = not target.patches.is_dir()
+    if is_new and (lacking := _lacking(source, target)):
+        raise StackError(
+            f"The stack cannot be carried to vLLM {target.version}, which lacks what "
+            f"it hooks into: {', '.join(lacking)}."
+        )
+    for problem in _other_helpers(root, source, target) if is_new else ():
+        print(f"vLLM {target.version}: {problem}", file=sys.stderr)
     folder = folder_of(root, target.version)
     if folder.exists() or folder.is_symlink():
         raise StackError(f"{folder} is in the way, and no rebase: remove it.")
@@ -230,6 +249,30 @@ def _target(root: Path, version: str) -> Base:
     ours = overlay.package_files(root)
     found = sdist.members(fetch.fetch(target.sdist), ours.__contains__)
     return replace(target, replaces=frozenset(name for name, *_ in found))
+
+
+def _lacking(source: Base, target: Base) -> list[str]:
+    patches = series.load(source.patches)
+    paths = series.touched(patches)
+    base = sdist.reader(fetch.fetch(source.sdist), paths)
+    other = sdist.reader(fetch.fetch(target.sdist), paths)
+    return interfaces.lacking(paths, base, series.apply(patches, base).get, other)
+
+
+def _other_helpers(root: Path, source: Base, target: Base) -> list[str]:
+    """Return what our modules call and the release has not, or has otherwise.
+
+    No reason to refuse: a patch that only the release's stack has can add it.
+    """
+    ours = overlay.package_files(root)
+    paths = interfaces.imports(ours)
+    base = sdist.reader(fetch.fetch(source.sdist), paths)
+    other = sdist.reader(fetch.fetch(target.sdist), paths)
+    try:
+        return list(interfaces.missing(interfaces.imported(ours, base), other))
+    except StackError:
+        # A release may be written for a Python newer than this one.
+        return []
 
 
 def _refuse_dirty(root: Path, target: Base) -> None:

@@ -399,6 +399,51 @@ def test_a_release_that_cannot_be(moved, version, reason):
     assert not (moved.root / "build").exists()
 
 
+@pytest.mark.parametrize(
+    ("engine", "lacking"),
+    [
+        ("def other():\n    return 1\n", r"run of vllm/engine\.py\."),
+        (None, r"vllm/engine\.py\."),
+    ],
+)
+def test_a_release_without_what_is_hooked(project, make_patch, engine, lacking):
+    """The function that the patch changes, or its file, is not there."""
+    body = "".join(f"    line_{n} = 1\n" for n in range(2, 21))
+    project.upstream["vllm/engine.py"] = f"def run():\n{body}"
+    project.release("1.2.3", project.upstream)
+    project.pin()
+    lines = make_patch().replace(" line ", "     line_").replace("-line ", "-    line_")
+    lines = lines.replace("+hook", "+    hook = 1").splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("@@")) + 1
+    lines[start:] = [x if " = 1" in x else f"{x} = 1" for x in lines[start:]]
+    project.add_patch("core-add-a-hook.patch", "\n".join(lines) + "\n")
+    files = project.upstream | {"vllm/engine.py": engine}
+    project.release("1.3.0", {k: v for k, v in files.items() if v is not None})
+
+    with pytest.raises(
+        StackError, match=rf"1\.3\.0, which lacks what it hooks into: {lacking}"
+    ):
+        rebase.start(project.root, project.base, "1.3.0")
+    assert not (project.root / "build").exists()
+
+
+def test_a_helper_that_a_release_lacks_is_told_before_the_merge(conflicting, capsys):
+    project = conflicting.project
+    files = project.upstream | {"vllm/engine.py": conflicting.released}
+    project.release("1.3.0", files)
+    project.upstream["vllm/other.py"] = "def helper(n):\n    return n\n"
+    project.release("1.2.3", project.upstream)
+    project.pin()
+    project.write("vllm/arena.py", "from vllm.other import helper\n")
+    conflicting.commit()
+
+    with pytest.raises(rebase.Conflict):
+        conflicting.start()
+    assert "vLLM 1.3.0: vllm/other.py: helper(n) is not there." in (
+        capsys.readouterr().err
+    )
+
+
 def test_an_index_that_cannot_be_reached(moved, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
