@@ -157,7 +157,13 @@ def _new_checkout(root: Path, base: pins.Base, args: argparse.Namespace) -> Path
 def _edit(root: Path, args: argparse.Namespace) -> int:
     base = pins.load_base(root, args.base)
     names = [patch.name for patch in series.load(base.patches)]
-    name = Path(args.patch).name
+    given = Path(args.patch)
+    name = given.name
+    if given.parent.name not in ("", base.version):
+        raise StackError(
+            f"{given} is no patch of {base.version}: --base {given.parent.name} edits "
+            "those of that base."
+        )
     if name not in names:
         raise StackError(
             f"{name} is no patch of {base.version}; there are: {', '.join(names)}."

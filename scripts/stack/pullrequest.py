@@ -109,7 +109,7 @@ def create(
         if run_tests and tests:
             outcome, passed = _run_tests(tree, tests)
         cover = next(mails.glob("0000-*"))
-        letter = _cover(cover.read_text(), base, checks, tests, outcome)
+        letter = _cover(cover.read_text(), base, overlay, checks, tests, outcome)
         cover.write_text(letter)
         if folder.exists():
             folder.rmdir()
@@ -198,18 +198,21 @@ def _run_tests(tree: Path, tests: list[str]) -> tuple[str, bool]:
 def _cover(
     draft: str,
     base: Base,
+    overlay: Overlay,
     checks: dict[str, str],
     tests: list[str],
     outcome: str,
 ) -> str:
     """Fill in git's cover letter, under upstream's headings."""
-    subjects = [
-        patchform.headers(patch.message)["subject"].removeprefix("[PATCH] ")
+    subjects = {
+        patch.name: patchform.headers(patch.message)["subject"].removeprefix("[PATCH] ")
         for patch in series.load(base.patches)
-    ]
+    }
+    # The one that the others are for, wherever it stands.
+    main = max(subjects, key=lambda name: len(overlay.files(name)))
     parts = [
         "## Purpose",
-        "\n".join(f"- {subject}" for subject in subjects),
+        "\n".join(f"- {subject}" for subject in subjects.values()),
         f"The commits apply to vLLM {base.version}. Each says why.",
         "## Test Plan",
         "\n".join(f"    pytest -v -s {test}" for test in tests),
@@ -221,5 +224,5 @@ def _cover(
             for name, said in checks.items()
         ),
     ]
-    filled = draft.replace("*** SUBJECT HERE ***", subjects[0])
+    filled = draft.replace("*** SUBJECT HERE ***", subjects[main])
     return filled.replace("*** BLURB HERE ***", "\n\n".join(parts))

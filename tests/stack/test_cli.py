@@ -47,6 +47,20 @@ def test_a_run_that_is_stopped_leaves_nothing(
     assert list((project.root / "build").iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("folder", "code"),
+    [("patches/1.2.3/", 0), ("", 0), ("patches/1.2.2/", 1), ("elsewhere/", 1)],
+)
+def test_a_patch_of_another_base_is_not_edited(
+    project, make_patch, capsys, folder, code
+):
+    project.add_patch("core-add-a-hook.patch", make_patch())
+
+    path = f"{folder}core-add-a-hook.patch"
+    assert cli.main(project.root, ["edit", path]) == code
+    assert not code or f"{path} is no patch of 1.2.3" in capsys.readouterr().err
+
+
 def test_a_system_error_is_one_sentence(project, capsys):
     build = project.write("build", "")
 

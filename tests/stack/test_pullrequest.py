@@ -10,6 +10,7 @@ from stack.overlay import Overlay
 from stack.pullrequest import Identity
 
 ROOT = Path(__file__).resolve().parents[2]
+ARENA = "[Core] Add a shared-memory tensor arena to MessageQueue"
 SENDER = Identity("S Ender", "s.ender@example.org")
 
 
@@ -31,6 +32,7 @@ def test_the_real_series_passes_upstreams_checks(tmp_path):
     (arena,) = (m.read_text() for m in mails if "Add-a-shared-memory-tensor" in m.name)
     assert "+++ b/vllm/distributed/device_communicators/shm_tensor_arena.py" in arena
     text = cover.read_text()
+    assert text.count(f"] {ARENA}\n") == 1
     assert "pytest -v -s tests/distributed/test_shm_tensor_arena.py" in text
     assert "- check_test_tethering.py: passes" in text
     assert "- ruff check: passes" in text
