@@ -268,6 +268,8 @@ def work(git: Git) -> str | None:
     # On any branch: git would lose them all with the folder.
     if git("rev-list", "--max-count=1", "--all", "--not", APPLIED_TAG):
         return "has commits that are not exported"
+    if git.get("rev-parse", BRANCH) != git.get("rev-parse", f"{APPLIED_TAG}^0"):
+        return "has dropped commits and not exported that"
     for line in git("status", "--porcelain", "-z", "--ignored").split("\0"):
         state, path = line[:2], PurePosixPath(line[3:])
         if state.strip() and CACHES.isdisjoint(path.parts):

@@ -337,6 +337,10 @@ def commit_and_look_elsewhere(stack: Path) -> None:
     git(stack, "checkout", "--quiet", "--detach", "fork-applied")
 
 
+def drop_a_commit(stack: Path) -> None:
+    git(stack, "reset", "--quiet", "--hard", "HEAD~1")
+
+
 def stash(stack: Path) -> None:
     (stack / "vllm/engine.py").write_text("mine\n")
     git(stack, "stash")
@@ -353,6 +357,7 @@ def ignored_file(stack: Path) -> None:
     [
         (commit_on_a_branch, "has commits that are not exported"),
         (commit_and_look_elsewhere, "has commits that are not exported"),
+        (drop_a_commit, "has dropped commits and not exported that"),
         (stash, "has a stash"),
         (ignored_file, "has the ignored file notes"),
         (lambda stack: (stack / "mine").touch(), "has the untracked file mine"),
