@@ -5,13 +5,15 @@
 Arms, each with an engine of its own, all up at once on the same devices and
 asked in turn; an engine that nobody asks sleeps:
 
-  off, on            the fork, flag off and on
-  peer-off, peer-on  another vLLM with an arena behind the same flag (--peer)
+  off, on                the fork, flag off and on
+  peer-off, peer-on      another vLLM with an arena behind the same flag (--peer)
+  ported-off, ported-on  the fork on the peer's release (--ported)
 
 A block is a fresh set of engines. In it, in this order: the first image; single
 requests (--single ROUNDS: one of each --inputs, arms in turn, the order rotating);
 text among images at fixed rates (--mix SECONDS for each arm, twice, in turn);
-20 requests in flight (--in-flight); a closed loop (--busy SECONDS).
+20 requests in flight (--in-flight ROUNDS: with an image each, and with text alone);
+a closed loop (--busy SECONDS).
 
 Runs where there is no network. Where there is one, `vllm serve` and `vllm bench
 serve --dataset-name random-mm`, flag off and on, measure the same from a client.
@@ -103,6 +105,11 @@ def parse_args() -> argparse.Namespace:
         help="folder with the other vllm/, as `pip install --target DIR --no-deps "
         "vllm==0.33.0` makes it",
     )
+    parser.add_argument(
+        "--ported",
+        metavar="DIR",
+        help="folder with the vllm/ of the fork on the peer's release",
+    )
     parser.add_argument("--blocks", type=int, default=1, metavar="N")
     parser.add_argument("--single", type=int, default=0, metavar="ROUNDS")
     parser.add_argument(
@@ -110,7 +117,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--mix", type=positive, metavar="SECONDS")
     parser.add_argument("--rates", nargs=2, type=positive, default=RATES)
-    parser.add_argument("--in-flight", action="store_true")
+    parser.add_argument("--in-flight", type=int, default=0, metavar="ROUNDS")
     parser.add_argument("--busy", type=positive, metavar="SECONDS")
     parser.add_argument(
         "--deadline",
@@ -125,8 +132,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     args = parser.parse_args()
-    if args.peer is None and any(arm.startswith("peer") for arm in args.arms):
-        parser.error("the peer's arms need --peer")
+    for name in ("peer", "ported"):
+        wanted = any(arm.startswith(name) for arm in args.arms)
+        if wanted and getattr(args, name) is None:
+            parser.error(f"the arms {name}-off and {name}-on need --{name}")
     return args
 
 
@@ -137,12 +146,16 @@ def make_arms(args: argparse.Namespace) -> list[Arm]:
         "tensor_parallel_size": args.tensor_parallel_size,
         **args.engine_args,
     }
-    tree = peer_tree(args.peer) if args.peer else None
+    trees = {
+        name: peer_tree(folder)
+        for name, folder in (("peer", args.peer), ("ported", args.ported))
+        if folder
+    }
     return [
         Arm(
             name,
             {**shared, "enable_shm_tensor_arena": name.endswith("on")},
-            tree if name.startswith("peer") else None,
+            trees.get(name.partition("-")[0]),
         )
         for name in args.arms
     ]
@@ -165,7 +178,12 @@ class Block:
         self._args = args
         self._index = index
         self._engines = [Engine(arm, folder / arm.name) for arm in arms]
-        self.results: dict[str, Any] = {"index": index, "single": [], "mix": []}
+        self.results: dict[str, Any] = {
+            "index": index,
+            "single": [],
+            "mix": [],
+            "in_flight": [],
+        }
 
     def stop(self) -> None:
         for engine in self._engines:
@@ -199,9 +217,7 @@ class Block:
         if args.mix:
             self._mix(out_of_time)
         if args.in_flight:
-            results["in_flight"] = {
-                e.arm.name: workloads.in_flight(e) for e in self._in_turn(1)
-            }
+            self._in_flight(out_of_time)
         if args.busy:
             results["busy"] = {
                 e.arm.name: workloads.busy(
@@ -241,6 +257,19 @@ class Block:
                 )
                 self.results["mix"].append({"arm": engine.arm.name, **result})
                 say(f"mix, {engine.arm.name}")
+
+    def _in_flight(self, out_of_time: Callable[[], bool]) -> None:
+        for number in range(self._args.in_flight):
+            for name in (workloads.MIX_IMAGE, "text"):
+                for engine in self._in_turn(number + 1):
+                    if out_of_time():
+                        say("deadline with requests in flight")
+                        return
+                    arm, result = engine.arm.name, workloads.in_flight(engine, name)
+                    self.results["in_flight"].append(
+                        {"arm": arm, "round": number, "input": name, **result}
+                    )
+                    say(f"in flight, {name}, {arm}: {result['seconds']:.1f} s")
 
 
 def machine() -> dict[str, Any]:

@@ -23,7 +23,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from serving_bench import inputs, memory
+from serving_bench import inputs, processes
 from serving_bench.probe import TRACE_FOLDER, Trace, checksum
 
 RENDERINGS = 2
@@ -72,6 +72,7 @@ class Driver:
 
     async def run(self, requests: list[dict], level: int) -> dict[str, Any]:
         self._trace.level = level
+        before = processes.cpu_seconds()
         begin = time.monotonic()
 
         async def one(request: dict) -> dict:
@@ -80,7 +81,9 @@ class Driver:
 
         records = await asyncio.gather(*(one(r) for r in requests))
         self._trace.level = 0
-        return {"records": records}
+        after = processes.cpu_seconds()
+        used = {name: after[name] - before.get(name, 0.0) for name in after}
+        return {"records": records, "cpu_s": used}
 
     async def keep_busy(
         self, names: list[str], concurrency: int, seconds: float, seed: int, level: int
@@ -99,7 +102,7 @@ class Driver:
 
         async def watch() -> None:
             while time.monotonic() < end:
-                samples.append(memory.sample())
+                samples.append(processes.memory())
                 await asyncio.sleep(5)
 
         await asyncio.gather(watch(), *(client() for _ in range(concurrency)))

@@ -17,9 +17,15 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap
 
-ARMS = ("off", "on", "peer-off", "peer-on")
+ARMS = ("off", "on", "peer-off", "peer-on", "ported-off", "ported-on")
 # Each arm is compared with the same release, flag off; and the fork with the peer.
-COMPARED = (("on", "off"), ("peer-on", "peer-off"), ("on", "peer-on"))
+COMPARED = (
+    ("on", "off"),
+    ("peer-on", "peer-off"),
+    ("on", "peer-on"),
+    ("ported-on", "peer-off"),
+    ("ported-on", "peer-on"),
+)
 TRANSPORT = ("enqueue", "dequeued", "h2d", "on_device")
 RESAMPLES = 9999
 
@@ -52,10 +58,12 @@ def spread(values: list[float]) -> list[str]:
     return [f"{np.percentile(values, p):.0f}" for p in (50, 90, 99)]
 
 
-def differences(values: Values) -> list[str]:
+def differences(values: Values, pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [
-        difference(values[a], values[b]) if values.get(a) and values.get(b) else "-"
-        for a, b in COMPARED
+        difference(values[a], values[b])
+        if min(len(values.get(a, [])), len(values.get(b, []))) > 1
+        else "-"
+        for a, b in pairs
     ]
 
 
@@ -68,12 +76,12 @@ def ttft_tables(cells: dict[str, Values]) -> str:
         for name, values in cells.items()
         for arm in arms
     ]
-    changes = [[name, *differences(values)] for name, values in cells.items()]
-    pairs = [f"{a} - {b}" for a, b in COMPARED]
+    pairs = [pair for pair in COMPARED if set(pair) <= set(arms)]
+    changes = [[name, *differences(values, pairs)] for name, values in cells.items()]
     return "\n\n".join(
         (
             table(["", "arm", "n", "median", "p90", "p99"], spreads),
-            table(["", *pairs], changes),
+            table(["", *(f"{a} - {b}" for a, b in pairs)], changes),
         )
     )
 
@@ -164,24 +172,40 @@ def step_table(blocks: list[dict]) -> str:
 
 
 def in_flight_table(blocks: list[dict]) -> str:
+    runs: dict[tuple[str, str], list[dict]] = defaultdict(list)
+    for run in (run for block in blocks for run in block["in_flight"]):
+        runs[run["input"], run["arm"]].append(run)
     rows = []
-    for block in blocks:
-        runs = block.get("in_flight", {})
-        for arm in [a for a in ARMS if a in runs]:
-            run = runs[arm]
-            used = [n for _, n, _ in run["slots_over_time"]]
-            rows.append(
-                [
-                    arm,
-                    *spread(run["ttft"])[:1],
-                    f"{max(run['ttft']):.0f}",
-                    f"{run['seconds']:.1f}",
-                    "-" if not used else f"{run['diverted'] / run['bytes']:.0%}",
-                    "-" if not used else max(used),
-                ]
-            )
-    head = ("arm", "TTFT median", "max", "seconds in all", "diverted", "slots, most")
-    return table(head, rows)
+    for name, arm in sorted(runs, key=lambda key: (key[0], ARMS.index(key[1]))):
+        same = runs[name, arm]
+        used = [n for run in same for _, n, _ in run["slots_over_time"]]
+        ttft = [t for run in same for t in run["ttft"]]
+        sent = sum(run["bytes"] for run in same)
+        rows.append(
+            [
+                name,
+                arm,
+                f"{np.median(ttft):.0f} ({max(ttft):.0f})",
+                ", ".join(f"{run['seconds']:.1f}" for run in same),
+                ", ".join(f"{run['decoding_s']:.1f}" for run in same),
+                f"{sum(run['diverted'] for run in same) / sent:.0%}"
+                if used and sent
+                else "-",
+                max(used) if used else "-",
+            ]
+        )
+    return table(
+        (
+            "each with",
+            "arm",
+            "TTFT median (max)",
+            "all done, s, each run",
+            "of it after the last first token",
+            "diverted",
+            "slots, most",
+        ),
+        rows,
+    )
 
 
 def report(blocks: list[dict]) -> str:
@@ -193,7 +217,7 @@ def report(blocks: list[dict]) -> str:
     mixed = mix_values(blocks)
     if mixed:
         parts += ["## Text among images", ttft_tables(mixed), step_table(blocks)]
-    if any("in_flight" in block for block in blocks):
+    if any(block["in_flight"] for block in blocks):
         parts += ["## In flight together", in_flight_table(blocks)]
     return "\n\n".join(parts)
 

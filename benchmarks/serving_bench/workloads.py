@@ -121,24 +121,34 @@ def _step_loop(engine: Engine, begin: float) -> dict[str, Any]:
     }
 
 
-def in_flight(engine: Engine) -> dict[str, Any]:
-    """Requests of one image each with long answers, all at once."""
-    request = {"input": MIX_IMAGE, "at": 0, "max_tokens": LONG_LENGTH}
-    records = engine.ask("run", requests=[request] * IN_FLIGHT, level=HOST)["records"]
+def in_flight(engine: Engine, name: str) -> dict[str, Any]:
+    """Requests with long answers, all at once."""
+    request = {"input": name, "at": 0, "max_tokens": LONG_LENGTH}
+    answer = engine.ask("run", requests=[request] * IN_FLIGHT, level=HOST)
+    records = answer["records"]
     begin = min(r["begin"] for r in records)
+    end = max(r["begin"] + r["times"][-1] for r in records)
+    prefilled = max(r["begin"] + r["ttft"] for r in records)
     steps = [e for e in engine.events() if e[2] == "step" and e[0] >= begin]
     use = [
         (round(e[0] - begin, 2), e[3]["slots_in_use"], e[3]["requests"])
         for e in steps
         if "slots_in_use" in e[3]
     ]
+    gaps = [
+        (round(before[0] - begin, 2), _ms(after[0] - before[0]))
+        for before, after in zip(steps, steps[1:], strict=False)
+    ]
     return {
         "ttft": [_ms(r["ttft"]) for r in records],
-        "seconds": max(r["begin"] + r["times"][-1] for r in records) - begin,
+        "seconds": end - begin,
+        "decoding_s": end - prefilled,
+        "cpu_s": answer["cpu_s"],
         "n_large_steps": sum(bool(e[3]["bytes"]) for e in steps),
         "bytes": sum(e[3]["bytes"] for e in steps),
         "diverted": sum(e[3].get("diverted", 0) for e in steps),
         "slots_over_time": _thinned(use),
+        "step_gap_over_time": _thinned(gaps),
     }
 
 

@@ -76,6 +76,14 @@ def test_difference_is_none_where_its_interval_spans_zero():
     assert difference(fast, fast[::-1]).startswith("none [")
 
 
+def test_a_single_round_gives_no_interval():
+    from serving_bench.report import differences
+
+    pair = ("on", "off")
+    assert differences({"on": [1.0], "off": [2.0]}, [pair]) == ["-"]
+    assert differences({"off": [2.0, 2.0]}, [pair]) == ["-"]
+
+
 def test_published_tables_come_from_the_published_results():
     run = subprocess.run(
         [
@@ -96,7 +104,8 @@ def test_published_tables_come_from_the_published_results():
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["m", "--json", "r", "--arms", "peer-on"], "the peer's arms need --peer"),
+        (["m", "--json", "r", "--arms", "peer-on"], "peer-off and peer-on need --peer"),
+        (["m", "--json", "r", "--arms", "ported-on"], "ported-on need --ported"),
         (["m", "--json", "r", "--inputs", "huge"], "'huge' is no input"),
         (["m", "--json", "r", "--mix", "-3"], "'-3' is not a positive number"),
         (["m", "--json", "r", "--engine-args", "[1]"], "'[1]' is not a JSON object"),
