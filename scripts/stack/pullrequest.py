@@ -97,7 +97,7 @@ def create(
             _as_upstream(git, commit, identity)
         mails = Path(scratch, "mails")
         git(
-            *("format-patch", "--quiet", "--full-index", "--unified=10"),
+            *("format-patch", "--quiet", "--full-index", "--function-context"),
             *("--numbered", "--cover-letter", f"--output-directory={mails}"),
             *("--signoff", "--no-signature", f"{checkout.BASE_TAG}..pr"),
             env=identity.committer,
