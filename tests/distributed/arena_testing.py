@@ -56,14 +56,24 @@ def bytes_of(t: torch.Tensor) -> bytes:
 
 def is_in_shared_memory(t: torch.Tensor, name: str) -> bool:
     """Whether a tensor's first and last byte lie in mappings of a segment."""
+    return name in mapping_of(t)
+
+
+def is_writable(t: torch.Tensor) -> bool:
+    """Whether the memory under a tensor may be written to."""
+    return mapping_of(t).startswith("rw")
+
+
+def mapping_of(t: torch.Tensor) -> str:
+    """Permissions and file of the mapping that a tensor lies in, or nothing."""
     first = t.data_ptr()
     last = first + t.numel() * t.element_size() - 1
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, rest = line.partition(" ")
         start, end = (int(x, 16) for x in span.split("-"))
-        if name in rest and start <= first and last < end:
-            return True
-    return False
+        if start <= first and last < end:
+            return rest
+    return ""
 
 
 def in_dev_shm(*names: str) -> set[str]:

@@ -5,7 +5,13 @@
 import pytest
 import torch
 
-from tests.distributed.arena_testing import MIB, free_slots, make_arenas, patterned
+from tests.distributed.arena_testing import (
+    MIB,
+    free_slots,
+    is_writable,
+    make_arenas,
+    patterned,
+)
 from vllm.distributed.device_communicators.shm_arena import pinning
 
 if not torch.cuda.is_available():
@@ -40,6 +46,33 @@ def test_tensor_is_pinned_and_its_copy_to_the_device_is_exact(arenas):
     assert torch.equal(got.to("cuda", non_blocking=True).cpu(), patterned(5 * MIB))
 
 
+def test_pinned_tensor_cannot_be_written_to(arenas):
+    got = send(arenas, patterned(MIB))
+    assert got.is_pinned() and not is_writable(got)
+
+
+def test_device_that_cannot_pin_read_only_memory_pins_it_writable(monkeypatch):
+    """Without the flag CUDA refuses to, as a device that does not know it does."""
+    real = pinning.register_host_memory
+    refused = []
+
+    def register(address: int, nbytes: int, *_: int) -> str | None:
+        refused.append(real(address, nbytes, 0))
+        return refused[-1]
+
+    monkeypatch.setattr(pinning, "register_host_memory", register)
+    torch.cuda.init()
+    writer, (reader,) = make_arenas(n_slots=N_SLOTS)
+    writer.on_barrier()
+    reader.on_barrier()
+    assert refused[0] is not None and refused[1:] == [None]
+    # Would raise a pending error.
+    assert torch.ones(10, device="cuda").sum().item() == 10
+    got = send((writer, reader), patterned(5 * MIB))
+    assert got.is_pinned() and is_writable(got)
+    assert torch.equal(got.to("cuda", non_blocking=True).cpu(), patterned(5 * MIB))
+
+
 @pytest.mark.parametrize("where", ["current stream", "side stream"])
 def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
     """The tensor is dropped while its copy waits behind a long kernel."""
@@ -67,9 +100,9 @@ def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
 def test_failed_registration_leaves_no_error_behind(monkeypatch):
     real = pinning.register_host_memory
 
-    def register_twice(address: int, nbytes: int) -> str | None:
-        assert real(address, nbytes) is None
-        return real(address, nbytes)  # "already registered"
+    def register_twice(*args: int) -> str | None:
+        assert real(*args) is None
+        return real(*args)  # "already registered"
 
     monkeypatch.setattr(pinning, "register_host_memory", register_twice)
     torch.cuda.init()

@@ -2,8 +2,10 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """A `MessageQueue` with an arena."""
 
+import faulthandler
 import gc
 import multiprocessing
+import signal
 import subprocess
 import sys
 import threading
@@ -153,6 +155,43 @@ def test_broadcast_to_processes(method: str):
     names = segment_names(writer)
     del writer
     assert not in_dev_shm(*names)
+
+
+def write_and_report(handle: Handle, rank: int, report: Connection) -> None:
+    reader = MessageQueue.create_from_handle(handle, rank)
+    reader.wait_until_ready()
+    got = reader.dequeue(timeout=TIMEOUT)
+    report.send(checksum(got))
+    # The interpreter would otherwise say at length where it died.
+    faulthandler.disable()
+    got[0] = 0
+    report.send("it has written")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_worker_that_writes_into_a_tensor_ends_and_changes_nothing(method: str):
+    """Else the other workers would go on with other values than it."""
+    context = multiprocessing.get_context(method)
+    writer = MessageQueue(2, 2, max_chunk_bytes=MIB, enable_shm_tensor_arena=True)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    pipe, child = context.Pipe()
+    args = (writer.export_handle(), 1, child)
+    process = context.Process(target=write_and_report, args=args)
+    process.start()
+    child.close()
+    pass_barrier(writer, [reader])
+    writer.enqueue(patterned(BIG), timeout=TIMEOUT)
+    got = reader.dequeue(timeout=TIMEOUT)
+    assert is_diverted(writer, got)
+    assert receive(pipe) == checksum(patterned(BIG))
+    process.join(TIMEOUT)
+    assert process.exitcode == -signal.SIGSEGV
+    with pytest.raises(EOFError):
+        pipe.recv()
+    assert torch.equal(got, patterned(BIG))
+    writer.enqueue(patterned(BIG, 1), timeout=TIMEOUT)
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
 
 
 # ---- One process ------------------------------------------------------------

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import warnings
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -23,6 +24,7 @@ from tests.distributed.arena_testing import (
     free_slots,
     in_dev_shm,
     is_in_shared_memory,
+    is_writable,
     loads,
     make_arenas,
     patterned,
@@ -448,6 +450,19 @@ def test_views_outlive_the_arena():
     assert torch.equal(got, patterned(MIB))
 
 
+def test_readers_cannot_write_and_the_writer_can():
+    writer, (reader,) = make_arenas()
+    message = dumps(writer, patterned(MIB))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of what it knows to be read-only
+        got = loads(reader, message)
+    assert not is_writable(got)
+    del got
+    reader.flush_releases()
+    again = loads(reader, dumps(writer, patterned(MIB, 1)))
+    assert torch.equal(again, patterned(MIB, 1)) and not is_writable(again)
+
+
 # ---- Pinned memory, without a device ----------------------------------------
 
 
@@ -607,6 +622,37 @@ def test_failure_to_pin_leaves_a_working_reader(
     assert torch.equal(loads(reader, dumps(writer, patterned(1000))), patterned(1000))
     reader.flush_releases()
     assert free_slots(writer) == 1
+
+
+def test_pinned_tensors_cannot_be_written_to(fake_device: list[FakeEvent]):
+    writer, reader = arenas_past_barrier()
+    assert reader._prefixes.pinned_bytes
+    assert not is_writable(loads(reader, dumps(writer, patterned(1000))))
+
+
+def test_device_that_cannot_pin_read_only_memory_pins_it_writable(
+    fake_device: list[FakeEvent], monkeypatch: pytest.MonkeyPatch
+):
+    """Without the guard, but without the slow copies either."""
+    info = mock.Mock()
+    monkeypatch.setattr(pinning.logger, "info", info)
+    registered: list[tuple[int, int]] = []
+
+    def register(address: int, nbytes: int, flags: int = 8) -> str | None:
+        if flags == 8:
+            return "error 801"
+        registered.append((address, address + nbytes))
+        return None
+
+    monkeypatch.setattr(pinning, "register_host_memory", register)
+    writer, reader = arenas_past_barrier()
+    assert reader._prefixes.failure is None
+    got = loads(reader, dumps(writer, patterned(1000)))
+    ((start, end),) = registered
+    assert start <= got.data_ptr() < end and is_writable(got)
+    assert torch.equal(got, patterned(1000))
+    (call,) = info.call_args_list
+    assert "writable" in call.args[0] and "error 801" in call.args
 
 
 def test_pinning_that_fails_on_one_rank_only(

@@ -9,7 +9,6 @@ no arena. See docs/design/shm_tensor_arena.md.
 """
 
 import copyreg
-import ctypes
 import functools
 import math
 import pickle
@@ -34,7 +33,10 @@ from vllm.distributed.device_communicators.shm_arena.layout import (
 )
 from vllm.distributed.device_communicators.shm_arena.pinning import PinnedPrefixes
 from vllm.distributed.device_communicators.shm_arena.releases import SlotReleases
-from vllm.distributed.device_communicators.shm_arena.segment import ArenaSegment
+from vllm.distributed.device_communicators.shm_arena.segment import (
+    ArenaSegment,
+    MappedBytes,
+)
 from vllm.distributed.device_communicators.shm_arena.slots import SlotBook
 from vllm.distributed.device_communicators.shm_arena.stats import (
     ArenaStats,
@@ -123,7 +125,6 @@ class ShmTensorArena:
         # What must end before the segment is closed.
         before_close: list[Callable[[], None]] = [self._flags.release]
         weakref.finalize(self, _close, before_close, segment)
-        self._mapping = segment.map(layout.data_bytes)
         if name is None:
             self._init_writer()
             before_close.insert(0, self._backing.stop)
@@ -138,14 +139,15 @@ class ShmTensorArena:
                 "Insufficient space in /dev/shm for the tensor arena of "
                 "--enable-shm-tensor-arena. Increase it (e.g. --shm-size)."
             )
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping))
+        mapped = MappedBytes(self._segment.map(layout.data_bytes))
+        self._address = mapped.address
         self._pool = CopyPool()
 
         def publish_steps(steps: int) -> None:
             flags.prepared_steps = steps
 
         self._backing = PageBacking(
-            self._segment, layout, self._mapping, self._pool, publish_steps
+            self._segment, layout, mapped, self._pool, publish_steps
         )
         self._book = SlotBook(self._layout.n_slots)
         self._stats = ArenaStats()
@@ -170,6 +172,12 @@ class ShmTensorArena:
     def _init_reader(self) -> None:
         flags, rank = self._flags, self._reader_rank
         self._releases = SlotReleases(lambda slot: flags.set_done(slot, rank))
+        # Read-only: all readers see the same bytes, and an operation in place
+        # by one would change what the others compute. Native code knows no other
+        # way to stop it than to die. (The flags have a mapping of their own.)
+        self._mapped = MappedBytes(
+            self._segment.map(self._layout.data_bytes, read_only=True)
+        )
         self._prefixes = PinnedPrefixes(self._segment, self._layout.data_bytes)
         self._pinned_steps = 0
         _TENSOR_ARENAS[self.shared_memory.name] = self
@@ -407,7 +415,8 @@ class ShmTensorArena:
     def get_tensor(
         self, idx: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """A tensor over a run that the writer has published: no copy.
+        """A tensor over a run that the writer has published: no copy. It is to
+        be read only: an operation in place ends the process (SIGSEGV).
 
         The run is released when the storage of the tensor is freed, that is
         when the tensor and all views of it are gone.
@@ -425,18 +434,13 @@ class ShmTensorArena:
         """
         self._check_stub(idx, nbytes, dtype, shape)
         start = self._layout.offset(idx)
-        mapping = self._prefixes.mapping_for(start + nbytes)
-        pinned = mapping is not None
-        owner = np.frombuffer(
-            mapping if mapping is not None else self._mapping,
-            dtype=np.uint8,
-            count=nbytes,
-            offset=start,
-        )
+        pinned = self._prefixes.mapping_for(start + nbytes)
+        mapped = self._mapped if pinned is None else pinned
+        owner = np.frombuffer(mapped.buffer, np.uint8, count=nbytes, offset=start)
         # `from_numpy` makes a storage that holds the only reference to `owner`
         # once we return.
         tensor = torch.from_numpy(owner).view(dtype).view(shape)
-        self._releases.watch(owner, idx, pinned)
+        self._releases.watch(owner, idx, pinned is not None)
         return tensor
 
     def _check_stub(
@@ -522,7 +526,7 @@ class ShmTensorArena:
             # Pinning would have mapped the pages; without it the first look at
             # each costs a fault. Before Linux 5.14 it still does.
             with suppress(OSError):
-                self._mapping.madvise(_MADV_POPULATE_READ, 0, prepared)
+                self._mapped.mapping.madvise(_MADV_POPULATE_READ, 0, prepared)
 
 
 def _close(before: list[Callable[[], None]], segment: ArenaSegment) -> None:

@@ -3,7 +3,6 @@
 """Taking /dev/shm pages for slots, before use and ahead of use (writer)."""
 
 import ctypes
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +11,10 @@ from contextlib import suppress
 from vllm.distributed.device_communicators.shm_arena.cgroup import memory_room
 from vllm.distributed.device_communicators.shm_arena.copy_pool import CopyPool
 from vllm.distributed.device_communicators.shm_arena.layout import ArenaLayout
-from vllm.distributed.device_communicators.shm_arena.segment import ArenaSegment
+from vllm.distributed.device_communicators.shm_arena.segment import (
+    ArenaSegment,
+    MappedBytes,
+)
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
@@ -45,7 +47,7 @@ class PageBacking:
     Args:
         segment: The arena's segment.
         layout: Its layout.
-        mapping: The writer's mapping of the data.
+        mapped: The writer's mapping of the data.
         pool: Threads for touching pages.
         on_prepared: Called, on any thread, with the number of steps prepared.
 
@@ -55,14 +57,14 @@ class PageBacking:
         self,
         segment: ArenaSegment,
         layout: ArenaLayout,
-        mapping: mmap.mmap,
+        mapped: MappedBytes,
         pool: CopyPool,
         on_prepared: Callable[[int], None],
     ):
         self._segment = segment
         self._layout = layout
         # Held: preparation may go on for a moment after the arena is gone.
-        self._mapping = mapping
+        self._mapped = mapped
         self._pool = pool
         self._on_prepared = on_prepared
         self._backed = bytearray(layout.n_slots)
@@ -171,7 +173,7 @@ class PageBacking:
         # Changes no byte, so slots in this range may be in use. Where the
         # kernel lacks it, the pages are taken all the same and only the
         # mapping's entries are left to the first copy.
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping, offset))
+        base = self._mapped.address + offset
         self._pool.for_each_chunk(
             nbytes,
             lambda start, size: _libc.madvise(base + start, size, _MADV_POPULATE_WRITE),

@@ -7,13 +7,15 @@ querying an event from another thread breaks a CUDA-graph capture in progress.
 """
 
 import ctypes
-import mmap
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 
-from vllm.distributed.device_communicators.shm_arena.segment import ArenaSegment
+from vllm.distributed.device_communicators.shm_arena.segment import (
+    ArenaSegment,
+    MappedBytes,
+)
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import is_pin_memory_available
@@ -21,6 +23,9 @@ from vllm.utils.platform_utils import is_pin_memory_available
 logger = init_logger(__name__)
 
 _CU_EVENT_DISABLE_TIMING = 2
+# Without it, memory that is mapped read-only cannot be registered.
+_REGISTER_READ_ONLY = 8
+_REGISTER_WRITABLE = 0
 
 
 class Event(Protocol):
@@ -47,7 +52,9 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def register_host_memory(address: int, nbytes: int) -> str | None:
+def register_host_memory(
+    address: int, nbytes: int, flags: int = _REGISTER_READ_ONLY
+) -> str | None:
     """Pin `nbytes` bytes at `address`. Returns None, or why it failed."""
     from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
@@ -55,7 +62,7 @@ def register_host_memory(address: int, nbytes: int) -> str | None:
         cudart = CudaRTLibrary()
     except (AssertionError, AttributeError, OSError) as e:
         return f"could not load the CUDA runtime: {e}"
-    code = cudart.cudaHostRegister(address, nbytes)
+    code = cudart.cudaHostRegister(address, nbytes, flags)
     if code == 0:
         return None
     # A failure stays pending and would be raised by the next CUDA call, which
@@ -130,6 +137,8 @@ class PinnedPrefixes:
     that is prepared later is not registered behind what is there; the segment
     is mapped anew and a longer prefix of the new mapping is registered.
 
+    The mappings are read-only, where the device can pin such memory.
+
     Registrations last as long as the process: to unregister, DMA from every
     view must have ended, and a view may outlive the queue.
 
@@ -140,12 +149,12 @@ class PinnedPrefixes:
     """
 
     # Keeps registered mappings from being unmapped; see above.
-    _registered: list[mmap.mmap] = []
+    _registered: list[MappedBytes] = []
 
     def __init__(self, segment: ArenaSegment, data_bytes: int):
         self._segment = segment
         self._data_bytes = data_bytes
-        self._newest: mmap.mmap | None = None
+        self._newest: MappedBytes | None = None
         self.pinned_bytes = 0
         # Why there will be no further pinning, once that is known.
         self.failure: str | None = None
@@ -162,12 +171,9 @@ class PinnedPrefixes:
         self.failure = unpinnable_reason()
         if self.failure is None:
             try:
-                mapping = self._segment.map(self._data_bytes)
+                mapped = self._pin(nbytes)
             except OSError as e:
                 self.failure = f"cannot map it once more: {e}"
-            else:
-                address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-                self.failure = register_host_memory(address, nbytes)
         if self.failure is not None:
             # The writer's line at the start tells of a first step that failed.
             log = logger.info if self.pinned_bytes else logger.debug
@@ -178,11 +184,30 @@ class PinnedPrefixes:
                 self.failure,
             )
             return True
-        self._registered.append(mapping)
-        self._newest = mapping
+        self._registered.append(mapped)
+        self._newest = mapped
         self.pinned_bytes = nbytes
         return True
 
-    def mapping_for(self, end: int) -> mmap.mmap | None:
+    def _pin(self, nbytes: int) -> MappedBytes:
+        mapped = MappedBytes(self._segment.map(self._data_bytes, read_only=True))
+        self.failure = register_host_memory(mapped.address, nbytes)
+        if self.failure is not None:
+            # The device may not be able to pin what is read-only. A slow copy
+            # for every tensor costs more than the guard is worth.
+            reason = self.failure
+            mapped = MappedBytes(self._segment.map(self._data_bytes))
+            self.failure = register_host_memory(
+                mapped.address, nbytes, _REGISTER_WRITABLE
+            )
+            if self.failure is None and self._newest is None:
+                logger.info(
+                    "Shm tensor arena: pinned writable (read-only: %s); an in-place "
+                    "operation on a received tensor would change other workers' too",
+                    reason,
+                )
+        return mapped
+
+    def mapping_for(self, end: int) -> MappedBytes | None:
         """A mapping whose pinned prefix reaches byte `end`, or None."""
         return self._newest if end <= self.pinned_bytes else None

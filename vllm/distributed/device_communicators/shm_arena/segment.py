@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The arena's shared-memory segment: its name, its life and its mappings."""
 
+import ctypes
 import errno
 import mmap
 import os
@@ -10,6 +11,8 @@ import sys
 from contextlib import suppress
 from multiprocessing import shared_memory
 from unittest.mock import patch
+
+import numpy as np
 
 from vllm.distributed.device_communicators.shm_broadcast import (
     SHM_PATH,
@@ -25,6 +28,25 @@ class _OpenedSharedMemory(shared_memory.SharedMemory):
 
     def unlink(self) -> None:
         pass
+
+
+class MappedBytes:
+    """A mapping as a buffer that torch and numpy make views of.
+
+    It does not say whether the mapping is read-only: torch knows no read-only
+    tensors and warns of each that it is to make.
+
+    Args:
+        mapping: Lives as long as this, or any view of `buffer`.
+
+    """
+
+    def __init__(self, mapping: mmap.mmap):
+        self.mapping = mapping
+        self.address = np.frombuffer(mapping, dtype=np.uint8).ctypes.data
+        self.buffer = (ctypes.c_uint8 * len(mapping)).from_address(self.address)
+        # A view holds the buffer and nothing else.
+        self.buffer.mapping = mapping  # type: ignore[attr-defined]
 
 
 class ArenaSegment:
@@ -112,9 +134,10 @@ class ArenaSegment:
             return False
         return True
 
-    def map(self, nbytes: int) -> mmap.mmap:
+    def map(self, nbytes: int, read_only: bool = False) -> mmap.mmap:
         """Map the first `nbytes` bytes once more, at an address of its own."""
-        return mmap.mmap(self.fd, nbytes)
+        prot = mmap.PROT_READ if read_only else mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.fd, nbytes, prot=prot)
 
     def unlink(self) -> None:
         """Remove the name; mappings stay valid. Only the creator's first call
