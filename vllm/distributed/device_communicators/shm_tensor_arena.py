@@ -350,9 +350,10 @@ class ShmTensorArena:
         self.give_back(self.uncommitted.pop(threading.get_ident(), []))
 
     @property
-    def in_use(self) -> bool:
-        """Whether slots were in use when that was last looked at."""
-        return bool(self._book.live)
+    def has_news(self) -> bool:
+        """Whether `take_stats` has something to tell, or will have: counts that
+        nobody has taken, or slots that were in use when that was last looked at."""
+        return self._stats.changed or bool(self._book.live)
 
     def take_stats(self) -> dict[str, Any] | None:
         """Counts since the last call and gauges of now, as plain values, or None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 logger = init_logger(__name__)
 
@@ -33,12 +33,16 @@ def _useless_reason(vllm_config: "VllmConfig") -> str | None:
     model_config = vllm_config.model_config
     if model_config is None or model_config.enable_prompt_embeds:
         return None
+    if model_config.runner_type == "draft":
+        return None  # workers make a configuration of their own for it
     mm_config = model_config.multimodal_config
-    if mm_config is None or mm_config.language_model_only:
+    if mm_config is None or not _takes_multimodal(model_config):
         return (
             "with text alone no tensor of 8 MiB is sent to the workers. It carries "
-            "multi-modal inputs, or prompt embeddings with --enable-prompt-embeds; "
-            "without either, leave it out."
+            "multi-modal inputs, where the model has them and neither "
+            "--language-model-only nor --limit-mm-per-prompt rules them out, or "
+            "prompt embeddings with --enable-prompt-embeds; without either, leave "
+            "it out."
         )
     # Several API servers, or engines behind one, do not share this cache.
     if (
@@ -58,3 +62,22 @@ def _useless_reason(vllm_config: "VllmConfig") -> str | None:
             "Use --mm-processor-cache-type lru."
         )
     return None
+
+
+def _takes_multimodal(model_config: "ModelConfig") -> bool:
+    mm_config = model_config.get_multimodal_config()
+    if mm_config.enable_mm_embeds:
+        return True  # embeddings pass whatever the limits
+    if mm_config.language_model_only:
+        return False
+    limits = mm_config.limit_per_prompt
+    if not limits or any(mm_config.get_limit_per_prompt(name) for name in limits):
+        return True
+    # What is not limited by name has no limit, if the model knows it.
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+
+    try:
+        info = MULTIMODAL_REGISTRY.get_processing_info(model_config)
+    except ValueError:
+        return True  # no processor: a part of a model, such as its language model
+    return any(info.allowed_mm_limits.values())
