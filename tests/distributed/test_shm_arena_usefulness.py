@@ -11,6 +11,7 @@ from vllm.config import MultiModalConfig, VllmConfig
 from vllm.config.parallel import ParallelConfig
 from vllm.distributed.device_communicators.shm_arena import usefulness
 from vllm.multimodal import MULTIMODAL_REGISTRY
+from vllm.platforms import current_platform
 
 
 def config_for(
@@ -108,12 +109,39 @@ def test_no_warning_where_it_helps(config: SimpleNamespace):
     warning.assert_not_called()
 
 
-@pytest.mark.parametrize("flag", [True, False])
-def test_vllm_config_warns_only_with_the_flag(flag: bool):
+def made_config_warns(
+    *, flag: bool, platform_chooses: str | None, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Whether making a configuration with a single worker warns."""
+
+    def check_and_update_config(config: VllmConfig) -> None:
+        if platform_chooses is not None:
+            config.parallel_config.distributed_executor_backend = platform_chooses
+
+    monkeypatch.setattr(
+        current_platform, "check_and_update_config", check_and_update_config
+    )
     with mock.patch.object(usefulness.logger, "warning_once") as warning:
         VllmConfig(
             parallel_config=ParallelConfig(
                 enable_shm_tensor_arena=flag, distributed_executor_backend="uni"
             )
         )
-    assert warning.called is flag
+    return warning.called
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_vllm_config_warns_only_with_the_flag(
+    flag: bool, monkeypatch: pytest.MonkeyPatch
+):
+    warns = made_config_warns(flag=flag, platform_chooses=None, monkeypatch=monkeypatch)
+    assert warns is flag
+
+
+def test_no_warning_where_the_platform_chooses_an_executor_with_a_queue(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As on a CPU: its single worker is a process of its own."""
+    assert not made_config_warns(
+        flag=True, platform_chooses="mp", monkeypatch=monkeypatch
+    )
