@@ -76,20 +76,16 @@ class ShmTensorArenaProm:
         counter_cls: type[Counter],
         histogram_cls: type[Histogram],
     ):
-        def counter(name: str, documentation: str) -> dict[int, Any]:
-            metric = counter_cls(
-                name=f"vllm:shm_tensor_arena_{name}",
-                documentation=documentation,
-                labelnames=labelnames,
-            )
+        # Named in full, so that the documentation's list of metrics finds them.
+        self._gauge_cls = gauge_cls
+        self._counter_cls = counter_cls
+        self._histogram_cls = histogram_cls
+        self._per_engine_labelvalues = per_engine_labelvalues
+
+        def per_engine(metric: Any) -> dict[int, Any]:
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
-        def counter_by_reason(name: str, documentation: str) -> dict[int, Any]:
-            metric = counter_cls(
-                name=f"vllm:shm_tensor_arena_{name}",
-                documentation=documentation,
-                labelnames=labelnames + ["reason"],
-            )
+        def per_engine_and_reason(metric: Any) -> dict[int, dict[str, Any]]:
             return {
                 idx: {
                     reason.value: metric.labels(*labelvalues, reason.value)
@@ -98,77 +94,133 @@ class ShmTensorArenaProm:
                 for idx, labelvalues in per_engine_labelvalues.items()
             }
 
-        def gauge(name: str, documentation: str) -> dict[int, Any]:
-            metric = gauge_cls(
-                name=f"vllm:shm_tensor_arena_{name}",
-                documentation=documentation,
-                multiprocess_mode="mostrecent",
-                labelnames=labelnames,
-            )
-            return create_metric_per_engine(metric, per_engine_labelvalues)
-
-        self._per_engine_labelvalues = per_engine_labelvalues
+        # Keyed as the values in `ShmTensorArena.take_stats`.
         self._counters = {
-            "tensors": counter(
-                "tensors", "Tensors sent to the workers through the arena."
+            "tensors": per_engine(
+                self._counter_cls(
+                    name="vllm:shm_tensor_arena_tensors",
+                    documentation="Tensors sent to the workers through the arena.",
+                    labelnames=labelnames,
+                )
             ),
-            "bytes": counter("bytes", "Bytes sent to the workers through the arena."),
+            "bytes": per_engine(
+                self._counter_cls(
+                    name="vllm:shm_tensor_arena_bytes",
+                    documentation="Bytes sent to the workers through the arena.",
+                    labelnames=labelnames,
+                )
+            ),
         }
         self._counters_by_reason = {
-            "declined": counter_by_reason(
-                "declined",
-                "Tensors of 8 MiB and more that took the out-of-band path. Reason "
-                "labels: 'too_large' = larger than the arena; 'no_room' = no run of "
-                "free slots is long enough; 'no_space' = no memory in /dev/shm or "
-                "under the cgroup's limit; 'not_attached' = not every worker has "
-                "opened the arena; 'not_eligible' = not a contiguous CPU tensor.",
+            "declined": per_engine_and_reason(
+                self._counter_cls(
+                    name="vllm:shm_tensor_arena_declined",
+                    documentation=(
+                        "Tensors of 8 MiB and more that took the out-of-band path. "
+                        "Reason labels: 'too_large' = larger than the arena; 'no_room' "
+                        "= no run of free slots is long enough; 'no_space' = no memory "
+                        "in /dev/shm or under the cgroup's limit; 'not_attached' = not "
+                        "every worker has opened the arena; 'not_eligible' = not a "
+                        "contiguous CPU tensor."
+                    ),
+                    labelnames=labelnames + ["reason"],
+                )
             ),
-            "declined_bytes": counter_by_reason(
-                "declined_bytes",
-                "Bytes of the tensors in vllm:shm_tensor_arena_declined.",
+            "declined_bytes": per_engine_and_reason(
+                self._counter_cls(
+                    name="vllm:shm_tensor_arena_declined_bytes",
+                    documentation=(
+                        "Bytes of the tensors in vllm:shm_tensor_arena_declined."
+                    ),
+                    labelnames=labelnames + ["reason"],
+                )
             ),
         }
         self._gauges = {
-            "capacity_bytes": gauge("capacity_bytes", "Bytes that the arena can hold."),
-            "prepared_bytes": gauge(
-                "prepared_bytes", "Bytes made resident ahead of use."
+            "capacity_bytes": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_capacity_bytes",
+                    documentation="Bytes that the arena can hold.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
             ),
-            "slots_in_use": gauge("slots_in_use", "Slots held by requests."),
-            "bytes_in_use": gauge("bytes_in_use", "Bytes of the slots in use."),
-            "peak_bytes": gauge(
-                "peak_bytes", "Most bytes in use at a time since the start."
+            "prepared_bytes": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_prepared_bytes",
+                    documentation="Bytes made resident ahead of use.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
             ),
-            "largest_free_bytes": gauge(
-                "largest_free_bytes",
-                "Bytes of the longest run of free slots: a larger tensor is declined.",
+            "slots_in_use": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_slots_in_use",
+                    documentation="Slots held by requests.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
             ),
-            "oldest_slot_age_seconds": gauge(
-                "oldest_slot_age_seconds",
-                "Age of the tensor that has been held longest; 0 if there is none.",
+            "bytes_in_use": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_bytes_in_use",
+                    documentation="Bytes of the slots in use.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
+            ),
+            "peak_bytes": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_peak_bytes",
+                    documentation="Most bytes in use at a time since the start.",
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
+            ),
+            "largest_free_bytes": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_largest_free_bytes",
+                    documentation=(
+                        "Bytes of the longest run of free slots: a larger tensor is "
+                        "declined."
+                    ),
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
+            ),
+            "oldest_slot_age_seconds": per_engine(
+                self._gauge_cls(
+                    name="vllm:shm_tensor_arena_oldest_slot_age_seconds",
+                    documentation=(
+                        "Age of the tensor that has been held longest; 0 if there is "
+                        "none."
+                    ),
+                    multiprocess_mode="mostrecent",
+                    labelnames=labelnames,
+                )
             ),
         }
-        histogram = histogram_cls(
-            name="vllm:shm_tensor_arena_copy_seconds",
-            documentation=(
-                "Time in seconds for which copying a tensor into the arena held the "
-                "engine's thread."
-            ),
-            buckets=list(_COPY_SECONDS_BUCKETS),
-            labelnames=labelnames,
-        )
-        self._copy_seconds: dict[int, Any] = create_metric_per_engine(
-            histogram, per_engine_labelvalues
+        self._copy_seconds = per_engine(
+            self._histogram_cls(
+                name="vllm:shm_tensor_arena_copy_seconds",
+                documentation=(
+                    "Time in seconds for which copying a tensor into the arena held "
+                    "the engine's thread."
+                ),
+                buckets=list(_COPY_SECONDS_BUCKETS),
+                labelnames=labelnames,
+            )
         )
         # Their children are made when the readers are known: a worker that has
         # not been heard of is not one that has not attached.
         self._gauges_by_reader = {
-            "reader_attached": gauge_cls(
+            "reader_attached": self._gauge_cls(
                 name="vllm:shm_tensor_arena_reader_attached",
                 documentation="1 if the worker has opened the arena.",
                 multiprocess_mode="mostrecent",
                 labelnames=labelnames + ["reader"],
             ),
-            "reader_pinned_bytes": gauge_cls(
+            "reader_pinned_bytes": self._gauge_cls(
                 name="vllm:shm_tensor_arena_reader_pinned_bytes",
                 documentation="Bytes that the worker has pinned for its device.",
                 multiprocess_mode="mostrecent",
