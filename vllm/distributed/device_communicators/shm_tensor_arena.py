@@ -221,7 +221,9 @@ class ShmTensorArena:
             self._flags.state = ArenaFlags.CLOSED
             logger.warning(
                 "Readers %s could not open the shm tensor arena; large tensors "
-                "take the out-of-band path, as without --enable-shm-tensor-arena",
+                "take the out-of-band path, as without --enable-shm-tensor-arena. "
+                "Engine and workers must see the same /dev/shm; each worker has "
+                "logged what was wrong.",
                 missing,
             )
             return

@@ -32,7 +32,9 @@ class DeclineReason(Enum):
 
 
 _EXPLANATION = {
-    DeclineReason.TOO_LARGE: "it is larger than the whole arena",
+    DeclineReason.TOO_LARGE: (
+        "it is larger than the whole arena; only a smaller input would fit"
+    ),
     DeclineReason.NO_ROOM: (
         "no run of free slots is long enough, because slots are held until their "
         "requests end; fewer large inputs at a time (--max-num-seqs) would fit"
@@ -42,7 +44,8 @@ _EXPLANATION = {
         "raise --shm-size, or the limit"
     ),
     DeclineReason.NOT_ELIGIBLE: (
-        "it is not a contiguous CPU tensor that its bytes, dtype and shape describe"
+        "it is not a contiguous CPU tensor that its bytes, dtype and shape describe; "
+        "the model's processor makes it so, and there is nothing to set"
     ),
 }
 
