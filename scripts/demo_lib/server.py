@@ -99,8 +99,11 @@ class Server:
                 last_word = now
             time.sleep(0.5)
 
-    def ask(self, question: str, image_urls: list[str]) -> Answer:
-        """Ask about images; returns when the whole answer is there."""
+    def ask(
+        self, question: str, image_urls: list[str], engine: int | None = None
+    ) -> Answer:
+        """Ask about images; returns when the whole answer is there. `engine` is the
+        data-parallel rank that is to answer."""
         log_size = self._process.log.stat().st_size
         tokens: list[int] = []
         first_token_seconds = 0.0
@@ -123,6 +126,9 @@ class Server:
                 stream=True,
                 temperature=0,
                 max_tokens=ANSWER_TOKENS,
+                extra_headers=(
+                    {} if engine is None else {"X-data-parallel-rank": str(engine)}
+                ),
                 extra_body={"ignore_eos": True, "return_token_ids": True},
             )
             for chunk in stream:

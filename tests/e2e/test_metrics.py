@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from demo_lib.photos import as_data_url, photograph
 from demo_lib.server import Server, engine_environment, serve, worker_count
 from demo_lib.tiny_models import pixel_bytes, tiny_qwen2_vl
+from tests.e2e.arena_metrics import Samples, arena_samples
 
 REQUESTS = 4
 EDGE = 2048
@@ -42,21 +42,10 @@ def server(log: Path) -> Iterator[Server]:
         yield server
 
 
-Samples = dict[str, dict[tuple[str, ...], float]]
-
-
 def samples(server: Server) -> Samples:
-    """Name -> values of the labels besides engine and model -> value."""
-    found: Samples = {}
-    for family in text_string_to_metric_families(server.metrics()):
-        for sample in family.samples:
-            if not sample.name.startswith("vllm:shm_tensor_arena_"):
-                continue
-            labels = dict(sample.labels)
-            assert (labels.pop("engine"), labels.pop("model_name")) == ("0", "tiny")
-            name = sample.name.removeprefix("vllm:shm_tensor_arena_")
-            found.setdefault(name, {})[tuple(labels.values())] = sample.value
-    return found
+    by_engine = arena_samples(server)
+    assert set(by_engine) == {"0"}
+    return by_engine["0"]
 
 
 def test_counters_add_up_over_the_api_servers(server: Server):
