@@ -158,7 +158,8 @@ class PageBacking:
                     logger.warning(
                         "Shm tensor arena: only %d MiB prepared, no room for more in "
                         "/dev/shm or under the memory cgroup's limit; tensors that "
-                        "find no room take the out-of-band path",
+                        "find no room take the out-of-band path. Raise --shm-size, or "
+                        "the limit",
                         self._layout.offset(first) >> 20,
                     )
                 return

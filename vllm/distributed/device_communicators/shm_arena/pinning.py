@@ -179,7 +179,8 @@ class PinnedPrefixes:
             log = logger.info if self.pinned_bytes else logger.debug
             log(
                 "Shm tensor arena: %d MiB pinned and no more (%s); copies to the "
-                "device from the rest of it are pageable",
+                "device from the rest of it are pageable. A higher limit on locked "
+                "memory (--ulimit memlock=-1) or on memory may help",
                 self.pinned_bytes >> 20,
                 self.failure,
             )
