@@ -614,3 +614,46 @@ def test_process_with_a_view_that_outlives_the_queue_ends_quietly():
     assert done.returncode == 0, done.stderr
     for noise in ("Error", "Exception", "leaked", "Traceback"):
         assert noise not in done.stderr, done.stderr
+
+
+THREAD_READS_AT_EXIT = """
+import atexit, threading
+passed = threading.Semaphore(0)
+
+def let_it_pass_twice():  # runs after what is registered later
+    for _ in range(2):
+        while thread.is_alive() and not passed.acquire(timeout=0.1):
+            pass
+
+atexit.register(let_it_pass_twice)
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+writer = MessageQueue(1, 1, enable_shm_tensor_arena=True)
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+thread = threading.Thread(target=reader.wait_until_ready)
+thread.start()
+writer.wait_until_ready()
+thread.join()
+arena = reader.tensor_arena
+while_waiting = arena.while_waiting
+
+def passing(timeout_ms):
+    passed.release()
+    return while_waiting(timeout_ms)
+
+arena.while_waiting = passing
+thread = threading.Thread(target=lambda: reader.dequeue(indefinite=True), daemon=True)
+thread.start()
+passed.acquire()
+"""
+
+
+def test_process_with_a_thread_in_dequeue_ends_quietly():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", THREAD_READS_AT_EXIT],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert done.returncode == 0, done.stderr
+    for noise in ("Error", "Exception", "leaked", "Traceback"):
+        assert noise not in done.stderr, done.stderr

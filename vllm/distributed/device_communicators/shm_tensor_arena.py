@@ -124,7 +124,10 @@ class ShmTensorArena:
         )
         # What must end before the segment is closed.
         before_close: list[Callable[[], None]] = [self._flags.release]
-        weakref.finalize(self, _close, before_close, segment)
+        # At exit only the name has to go: closing would take the flags from a
+        # daemon thread that is still in `dequeue`.
+        weakref.finalize(self, _close, before_close, segment).atexit = False
+        weakref.finalize(self, segment.unlink)
         if name is None:
             self._init_writer()
             before_close.insert(0, self._backing.stop)

@@ -22,7 +22,16 @@ from vllm.distributed.device_communicators.shm_broadcast import (
 _NAME_PREFIX = "vllm_arena_"
 
 
-class _OpenedSharedMemory(shared_memory.SharedMemory):
+class _SharedMemory(shared_memory.SharedMemory):
+    """Goes quietly: at the end of the interpreter, views of `buf` that nobody has
+    released may die after it."""
+
+    def __del__(self) -> None:
+        with suppress(BufferError, OSError):
+            self.close()
+
+
+class _OpenedSharedMemory(_SharedMemory):
     """Another process's. Where it cannot be mapped (a limit, no shared memory at
     all), SharedMemory would remove the name, and no other reader could open it."""
 
@@ -85,7 +94,7 @@ class ArenaSegment:
             # SharedMemory's own names have 32 random bits; whoever knows the
             # name and is the same user can open the segment, so use 128.
             # Sparse: its size takes no page.
-            self.shared_memory = shared_memory.SharedMemory(
+            self.shared_memory = _SharedMemory(
                 name=_NAME_PREFIX + secrets.token_hex(16),
                 create=True,
                 size=total_bytes,
