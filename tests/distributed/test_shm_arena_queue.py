@@ -546,6 +546,41 @@ def test_failure_in_another_thread_does_not_roll_this_one_back():
     assert torch.equal(reader.dequeue(timeout=TIMEOUT)[0], patterned(BIG))
 
 
+def while_pickled(call: Callable[[], None]) -> Any:
+    """An object that makes the call, in the same thread, when it is pickled."""
+
+    class Interlude:
+        def __reduce__(self) -> tuple:
+            call()
+            return str, ("after it",)
+
+    return Interlude()
+
+
+def test_message_sent_while_another_is_pickled_does_not_commit_it():
+    writer, reader = make_queues()
+    inner = while_pickled(lambda: writer.enqueue(patterned(BIG, 1)))
+    with pytest.raises((AttributeError, TypeError, ValueError)):
+        writer.enqueue([patterned(BIG), inner, threading.Lock()])
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
+
+
+def test_failure_while_another_is_pickled_does_not_roll_it_back():
+    """Else its first tensor's slots would go to its last, and be read twice."""
+    writer, reader = make_queues()
+
+    def fail_to_send() -> None:
+        with pytest.raises((AttributeError, TypeError, ValueError)):
+            writer.enqueue([patterned(BIG, 1), threading.Lock()])
+
+    writer.enqueue([patterned(BIG), while_pickled(fail_to_send), patterned(BIG, 2)])
+    first, _, last = reader.dequeue(timeout=TIMEOUT)
+    assert is_diverted(writer, first) and is_diverted(writer, last)
+    assert torch.equal(first, patterned(BIG)) and torch.equal(last, patterned(BIG, 2))
+    assert free_slots(writer.tensor_arena) == N_SLOTS - 18
+
+
 def test_message_without_tensors_calls_nothing_of_the_arena():
     """What the flag costs it is then a few looks at attributes."""
     writer, reader = make_queues()

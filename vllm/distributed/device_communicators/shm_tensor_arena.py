@@ -354,6 +354,16 @@ class ShmTensorArena:
         taken and not committed is free again."""
         self.give_back(self.uncommitted.pop(threading.get_ident(), []))
 
+    def set_aside(self) -> list[int]:
+        """Called by `MessageQueue.enqueue` when it is called while this thread
+        pickles another message, by an object in it. What that one has taken is
+        neither committed nor rolled back until `take_up`."""
+        return self.uncommitted.pop(threading.get_ident(), [])
+
+    def take_up(self, slots: list[int]) -> None:
+        """Called by `MessageQueue.enqueue` with what it has set aside."""
+        self.uncommitted[threading.get_ident()] = slots
+
     @property
     def has_news(self) -> bool:
         """Whether `take_stats` has something to tell, or will have: counts that
