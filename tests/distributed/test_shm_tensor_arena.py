@@ -887,3 +887,19 @@ def test_failed_copy_gives_slots_back(monkeypatch: pytest.MonkeyPatch):
         m.setattr(writer._pool, "copy", fail)
         writer.write_tensor(patterned(1000))
     assert free_slots(writer) == 1
+
+
+@pytest.mark.parametrize(
+    "where", ["_stats.on_divert", "_flags.publish", "_backing.prepare_ahead"]
+)
+def test_interruption_after_the_copy_gives_slots_back(
+    where: str, monkeypatch: pytest.MonkeyPatch
+):
+    """As a signal handler that raises does, in a process that goes on."""
+    writer, _ = make_arenas(n_slots=1)
+    part, name = where.split(".")
+    interrupt = mock.Mock(side_effect=KeyboardInterrupt)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(getattr(writer, part), name, interrupt)
+        writer.write_tensor(patterned(1000))
+    assert free_slots(writer) == 1

@@ -280,6 +280,12 @@ class ShmTensorArena:
             if backed:
                 address = self._address + self._layout.offset(slot)
                 self._pool.copy(address, raw.data_ptr(), nbytes)
+                self._stats.on_divert(nbytes, time.perf_counter() - started)
+                with self._lock:
+                    self._book.count_peak()
+                self._flags.publish(slot, n)
+                logger.debug("Diverted %d bytes to slot %d", nbytes, slot)
+                self._backing.prepare_ahead(slot + n, self._book.peak)
         except BaseException:
             self.give_back([slot])
             raise
@@ -287,12 +293,6 @@ class ShmTensorArena:
             self.give_back([slot])
             self._decline(nbytes, DeclineReason.NO_SPACE)
             return None
-        self._stats.on_divert(nbytes, time.perf_counter() - started)
-        with self._lock:
-            self._book.count_peak()
-        self._flags.publish(slot, n)
-        logger.debug("Diverted %d bytes to slot %d", nbytes, slot)
-        self._backing.prepare_ahead(slot + n, self._book.peak)
         return slot
 
     def _decline(self, nbytes: int, reason: DeclineReason) -> None:
