@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -30,6 +30,15 @@ from tests.distributed.arena_testing import (
     is_in_shared_memory,
     patterned,
 )
+from tests.distributed.queue_testing import (
+    BIG,
+    N_SLOTS,
+    TIMEOUT,
+    close_queues,
+    is_diverted,
+    pass_barrier,
+    shrink_arenas,
+)
 from vllm.distributed.device_communicators import shm_broadcast, shm_tensor_arena
 from vllm.distributed.device_communicators.shm_arena import stats
 from vllm.distributed.device_communicators.shm_broadcast import (
@@ -38,30 +47,12 @@ from vllm.distributed.device_communicators.shm_broadcast import (
     MessageQueue,
 )
 
-BIG = 9 * MIB  # above the threshold of 8 MiB
-N_SLOTS = 40  # four tensors of BIG and a bit
-TIMEOUT = 120  # seconds; only a failure waits that long
-
 
 @pytest.fixture(autouse=True)
-def close_queues():
-    """A queue has no close. In a reference cycle (a traceback is enough) it may
-    hang when it is collected: its zmq context waits for sockets that are
-    collected after it."""
+def small_queues(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    shrink_arenas(monkeypatch)
     yield
-    for queue in [o for o in gc.get_objects() if type(o) is MessageQueue]:
-        (queue.local_socket or queue.remote_socket).context.destroy(linger=0)
-
-
-@pytest.fixture(autouse=True)
-def small_arena(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The queue's writer creates a small arena; readers learn of that."""
-    real = shm_tensor_arena.ShmTensorArena.__init__
-
-    def init(self, n_reader, slot_bytes=MIB, n_slots=N_SLOTS, *args, **kwargs):
-        real(self, n_reader, slot_bytes, n_slots, *args, **kwargs)
-
-    monkeypatch.setattr(shm_tensor_arena.ShmTensorArena, "__init__", init)
+    close_queues()
 
 
 def make_queues(n_reader: int = 1, **kwargs: Any) -> list[MessageQueue]:
@@ -74,25 +65,12 @@ def make_queues(n_reader: int = 1, **kwargs: Any) -> list[MessageQueue]:
     return [writer, *readers]
 
 
-def pass_barrier(writer: MessageQueue, readers: list[MessageQueue]) -> None:
-    with ThreadPoolExecutor(len(readers)) as threads:
-        waits = [threads.submit(reader.wait_until_ready) for reader in readers]
-        writer.wait_until_ready()
-        for wait in waits:
-            wait.result(TIMEOUT)
-
-
 def segment_names(writer: MessageQueue) -> tuple[str, str]:
     assert writer.tensor_arena is not None
     return (
         writer.buffer.shared_memory.name,
         writer.tensor_arena.shared_memory.name,
     )
-
-
-def is_diverted(writer: MessageQueue, t: torch.Tensor) -> bool:
-    assert writer.tensor_arena is not None
-    return is_in_shared_memory(t, writer.tensor_arena.shared_memory.name)
 
 
 def fail(*_: Any, **__: Any) -> None:
@@ -466,28 +444,16 @@ class FailsToLoad:
         return fail, ()
 
 
-@pytest.mark.parametrize("n_local_reader", [0, 1])
-def test_queue_with_a_remote_reader_has_no_arena_and_works(
-    n_local_reader: int, monkeypatch
-):
+def test_queue_with_remote_readers_only_has_no_arena_and_works(monkeypatch):
     warning = mock.Mock()
     monkeypatch.setattr(shm_broadcast.logger, "warning", warning)
-    writer = MessageQueue(
-        n_local_reader + 1,
-        n_local_reader,
-        connect_ip="127.0.0.1",
-        max_chunk_bytes=MIB,
-        enable_shm_tensor_arena=True,
-    )
+    writer = MessageQueue(1, 0, connect_ip="127.0.0.1", enable_shm_tensor_arena=True)
     assert writer.tensor_arena is None
     assert "no effect" in warning.call_args.args[0]
-    handle = writer.export_handle()
-    ranks = range(n_local_reader + 1)  # the last one is remote
-    readers = [MessageQueue.create_from_handle(handle, rank) for rank in ranks]
-    pass_barrier(writer, readers)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    pass_barrier(writer, [reader])
     writer.enqueue(patterned(BIG))
-    for reader in readers:
-        assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
+    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
 
 
 def test_queue_without_the_flag_has_no_arena():
