@@ -11,7 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ADDRESSES = ("10.83.7.1", "10.83.7.2")
@@ -40,9 +40,12 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def two_nodes(
-    programs: tuple[list[str], list[str]], logs: tuple[Path, Path]
+    programs: Sequence[list[str]],
+    logs: Sequence[Path],
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen, subprocess.Popen]]:
-    """Run a program on each node. Leaving the block kills what is left of them."""
+    """Run a program on each node, its output in a log of its own; `env` is added
+    to the environment. Leaving the block kills what is left of them."""
     processes = []
     try:
         for program, log in zip(programs, logs):
@@ -52,6 +55,7 @@ def two_nodes(
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=output,
+                    env=os.environ | dict(env or {}),
                     start_new_session=True,
                 )
             processes.append(process)

@@ -48,7 +48,9 @@ def test_flag_is_not_in_the_hash():
 
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
-def test_executor_without_the_queue_is_refused(backend: str):
+def test_executor_without_the_queue_is_refused(backend: str, monkeypatch):
+    # Ray's first executor.
+    monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(ValueError, match="--distributed-executor-backend mp"):
         ParallelConfig(
             enable_shm_tensor_arena=True, distributed_executor_backend=backend

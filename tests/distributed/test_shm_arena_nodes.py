@@ -3,6 +3,7 @@
 """A `MultiprocExecutor` over two nodes, with the arena on the first one."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ["--workers", str(WORKERS), "--report", str(report)]
     options += ["--sizes", *map(str, SIZES)]
     programs = [*program, "0", *options], [*program, "1", *options]
-    with network_nodes.two_nodes(programs, logs) as (leader, follower):
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with network_nodes.two_nodes(programs, logs, env) as (leader, follower):
         status = leader.wait(TIMEOUT)
         assert status == 0, tails(*logs)
         # It has no reason to end before it is killed.

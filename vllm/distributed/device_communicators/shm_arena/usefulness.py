@@ -17,8 +17,8 @@ logger = init_logger(__name__)
 
 def warn_if_useless(vllm_config: "VllmConfig") -> None:
     """Warn once, and say what would help, if `enable_shm_tensor_arena` is on and
-    no large tensor will go through the queue. Called by `VllmConfig`. Workers on
-    other nodes are known to the queue only, which warns itself."""
+    no large tensor will go through the queue. Called by `VllmConfig`. Which nodes
+    the workers are on is known to the queue only, which warns itself."""
     if reason := _useless_reason(vllm_config):
         logger.warning_once("enable_shm_tensor_arena has no effect: %s", reason)
 
