@@ -35,23 +35,27 @@ class Block:
         arm: Name in the results.
         job: "tensors": send `messages`, one at a time. "limit": copy the one
             tensor of `messages[0]` without the queue. "text": send messages
-            without tensors by two queues in turn, flag off and on.
+            without tensors by two queues in turn, flag off and on. "pairs":
+            each of `messages` by two queues in turn, flag off and on.
         n_reader: Reader processes.
         messages: Bytes of the tensors of each message; for "text" its length
             alone counts.
         use_arena: The queue's flag.
         tree: Folder with another `vllm/`; None is the environment's.
         gap_s: Pause before each message.
+        n_remote: Of the readers, the last so many get all over TCP (loopback), as
+            if they were on another node.
 
     """
 
     arm: str
-    job: Literal["tensors", "limit", "text"]
+    job: Literal["tensors", "limit", "text", "pairs"]
     n_reader: int
     messages: tuple[tuple[int, ...], ...]
     use_arena: bool = False
     tree: Path | None = None
     gap_s: float = 0.0
+    n_remote: int = 0
 
 
 def run_block(block: Block) -> dict[str, Any]:

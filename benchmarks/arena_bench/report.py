@@ -142,6 +142,28 @@ def text_table(pairs: dict[str, list[dict[str, float]]]) -> str:
     return "\n".join(lines)
 
 
+def pairs_table(pairs: list[dict[str, float]]) -> str:
+    """Of messages with tensors that went by two queues in turn."""
+    lines = [f"{'ms':<13}{'off':>22}{'on':>22}{'on/off: median':>16}"]
+    lines[0] += f"{'95 % interval':>14}"
+    metrics = {**METRICS, "device_ms": "read"}
+    if "on_remote_ms" in pairs[0]:
+        metrics["remote_ms"] = "read, remote"
+    for metric, name in metrics.items():
+        off, on = (
+            np.array([pair[f"{flag}_{metric}"] for pair in pairs]) for flag in FLAGS
+        )
+        ratios = sorted(on / off)
+        low, high = median_interval(ratios)
+        lines.append(
+            f"{name:<13}{_cell(spread(off)):>22}{_cell(spread(on)):>22}"
+            f"{np.median(ratios):>16.2f}{f'{low:.2f}-{high:.2f}':>14}"
+        )
+    share = np.mean([pair["on_shared"] for pair in pairs])
+    lines.append(f"through the arena: {share:.0%}; pairs: {len(pairs)}")
+    return "\n".join(lines)
+
+
 def median_interval(ordered: list[float]) -> tuple[float, float]:
     """Return a 95 % confidence interval of the median, from order statistics."""
     n = len(ordered)

@@ -49,7 +49,12 @@ class Channel:
         self._links = links
         self.gap_s = block.gap_s
         self.queues = [
-            MessageQueue(block.n_reader, block.n_reader, enable_shm_tensor_arena=flag)
+            MessageQueue(
+                block.n_reader,
+                block.n_reader - block.n_remote,
+                connect_ip="127.0.0.1",
+                enable_shm_tensor_arena=flag,
+            )
             for flag in flags
         ]
         self._turns = itertools.cycle(TURNS if len(flags) > 1 else (0,))
@@ -102,6 +107,7 @@ def run(block: Block, links: list[Connection], results: Connection, warm: Any) -
         "tensors": lambda: _send_tensors(block, links),
         "limit": lambda: _measure_limit(block, links, warm),
         "text": lambda: _compare_text(block, links),
+        "pairs": lambda: _compare_tensors(block, links),
     }
     try:
         channel, result = jobs[block.job]()
@@ -223,6 +229,39 @@ def _compare_text(
                 channel.answers()
             pairs[kind].append(pair)
     return channel, {"pairs": pairs}
+
+
+def _compare_tensors(
+    block: Block, links: list[Connection]
+) -> tuple[Channel, dict[str, Any]]:
+    """As `_compare_text`, with tensors and what becomes of them."""
+    messages = {sizes: _message(sizes) for sizes in set(block.messages)}
+    channel = Channel(block, links, (False, True))
+    pairs: list[dict[str, float]] = []
+    for sizes in block.messages:
+        pair: dict[str, float] = {}
+        for _ in range(2):
+            time.sleep(channel.gap_s)
+            call = channel.enqueue(messages[sizes])
+            reports = channel.answers()
+            flag = "on" if call.queue else "off"
+            local = reports[: block.n_reader - block.n_remote]
+            pair |= {
+                f"{flag}_enqueue_ms": call.ms,
+                f"{flag}_dequeued_ms": _until([r.dequeued for r in local], call),
+                f"{flag}_device_ms": _until([r.on_device for r in local], call),
+                f"{flag}_shared": min(r.shared_bytes for r in local) / sum(sizes),
+            }
+            if remote := reports[len(local) :]:
+                read = [r.on_device for r in remote]
+                pair[f"{flag}_remote_ms"] = _until(read, call)
+        pairs.append(pair)
+    return channel, {"pairs": pairs}
+
+
+def _until(times: list[float], call: Call) -> float:
+    """Milliseconds from the start of a call until the last of these times."""
+    return (max(times) - call.start) * 1e3
 
 
 def scheduler_outputs() -> dict[str, Any]:
