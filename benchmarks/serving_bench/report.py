@@ -75,6 +75,7 @@ def ttft_tables(cells: dict[str, Values]) -> str:
         [name, arm, len(values[arm]), *spread(values[arm])]
         for name, values in cells.items()
         for arm in arms
+        if values.get(arm)
     ]
     pairs = [pair for pair in COMPARED if set(pair) <= set(arms)]
     changes = [[name, *differences(values, pairs)] for name, values in cells.items()]

@@ -84,21 +84,46 @@ def test_a_single_round_gives_no_interval():
     assert differences({"off": [2.0, 2.0]}, [pair]) == ["-"]
 
 
-def test_published_tables_come_from_the_published_results():
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (
+            ("single", "single-2"),
+            ("| 4096 | -169 [-180, -160] |", "| 2048 | 50 | on | 2.9 | 3.7 |"),
+        ),
+        (("single-2",), ("| 6x2048 | -247 [-270, -236] |", "| 768 | none [-9, +15] |")),
+        (("embeds",), ("| embeds64 | -91 [-130, -76] |",)),
+        (("mix",), ("| text: worst ITL | -17 [-31, -10] |",)),
+        (("in-flight",), ("| 37.7, 32.4 | 34.8, 29.9 | 100% | 480 |",)),
+    ],
+)
+def test_published_tables_come_from_the_published_results(names, lines):
     run = subprocess.run(
         [
             sys.executable,
             "-m",
             "serving_bench.report",
-            *sorted(RESULTS.glob("serving-h200-tp2-*.json")),
+            *(str(RESULTS / f"serving-h200-tp2-{name}.json") for name in names),
         ],
         cwd=BENCHMARKS,
         capture_output=True,
         text=True,
     )
     assert run.returncode == 0, run.stderr
-    assert "| 4096 | -171 [-187, -162] |" in run.stdout
-    assert "30 of 30" in run.stdout and "29 of 30" not in run.stdout
+    for line in lines:
+        assert line in run.stdout
+
+
+def test_every_published_request_arrived_intact():
+    records = [
+        record
+        for path in sorted(RESULTS.glob("serving-h200-tp2-*.json"))
+        for block in json.loads(path.read_text())["blocks"]
+        for record in block["single"]
+        if "intact" in record
+    ]
+    assert len(records) == 1165
+    assert all(record["intact"] for record in records)
 
 
 @pytest.mark.parametrize(
