@@ -3,7 +3,8 @@
 """No worker writes into the tensors that all workers share."""
 
 import pytest
-from run_families import FOLDER, run_apart
+
+from tests.e2e.run_families import FOLDER, run_apart
 
 # What vLLM's own code does for most models; the others are for `run_families.py`.
 SOME = ["llava", "qwen3_vl", "idefics3"]
