@@ -14,9 +14,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def benchmark(*args: str) -> subprocess.CompletedProcess:
+def benchmark(
+    *args: str, script: str = "benchmark_shm_tensor_arena.py"
+) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, BENCHMARKS / "benchmark_shm_tensor_arena.py", *args],
+        [sys.executable, BENCHMARKS / script, *args],
         capture_output=True,
         text=True,
         timeout=300,
@@ -51,6 +53,18 @@ def test_run_tells_the_arms_apart(tmp_path: Path) -> None:
     }
     assert shares == {"off": [0, 0], "on": [1, 1]}
     assert "on/limit" in run.stdout
+
+
+def test_local_and_remote_readers_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    run = benchmark(
+        *("--sizes", "16MB", "--pairs", "1", "--repeat", "1", "--json", str(file)),
+        script="benchmark_shm_arena_remote.py",
+    )
+    assert run.returncode == 0, run.stderr
+    (pair,) = json.loads(file.read_text())["pairs"]["16MB"]
+    assert (pair["off_shared"], pair["on_shared"]) == (0, 1)
+    assert pair["on_remote_ms"] > 0 and "read, remote" in run.stdout
 
 
 def test_unknown_peer_is_one_sentence() -> None:
