@@ -36,7 +36,7 @@ class EngineRun:
     leftovers: list[str]
 
 
-RunEngine = Callable[[str, str], EngineRun]
+RunEngine = Callable[..., EngineRun]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,9 +49,10 @@ def _fork_installed() -> None:
 
 @pytest.fixture(scope="module")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
-    """Runs a workload of run_engine.py with the arena "on" or "off"."""
+    """Runs a workload of run_engine.py, or of another program of this folder, with
+    the arena "on" or "off"."""
 
-    def run(workload: str, arena: str) -> EngineRun:
+    def run(workload: str, arena: str, program: str = "run_engine.py") -> EngineRun:
         folder = tmp_path_factory.mktemp(f"{workload}-{arena}")
         log, report = folder / "log", folder / "report.json"
         env = engine_environment(folder / "logging.json") | {
@@ -64,7 +65,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> RunEngine:
             "PYTHONPROFILEIMPORTTIME": "1",
         }
         command = [
-            *(sys.executable, str(HERE / "run_engine.py"), workload),
+            *(sys.executable, str(HERE / program), workload),
             *("--arena", arena, "--report", str(report)),
         ]
         with own_process(command, env, log) as process:

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+# SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+"""Images of many requests in flight: their slots come back while they decode."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def run(run_engine):
+    def run(workload, arena):
+        return run_engine(workload, arena, program="run_in_flight.py")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def roomy(run):
+    """With memory for all requests."""
+    return run("roomy", "on")
+
+
+@pytest.fixture(scope="module")
+def tight(run):
+    """With memory for half of them, so that some are preempted."""
+    return run("tight", "on")
+
+
+@pytest.fixture(scope="module")
+def tight_off(run):
+    return run("tight", "off")
+
+
+def steps(engine, **wanted) -> list:
+    return [
+        step
+        for step in engine.report["steps"]
+        if all(step[key] == value for key, value in wanted.items())
+    ]
+
+
+def total(engine, key: str) -> int:
+    return sum(step[key] for step in engine.report["steps"])
+
+
+def slots_in_use(found: list) -> list[int]:
+    return [n for step in found if (n := step["slots_in_use"]) is not None]
+
+
+def test_every_image_goes_through_the_arena(roomy):
+    report = roomy.report
+    assert roomy.traffic.diverted == [report["image_bytes"]] * report["requests"]
+    assert roomy.traffic.declined == []
+
+
+def test_no_slot_is_held_while_all_requests_decode(roomy):
+    decoding = slots_in_use(
+        steps(roomy, running=roomy.report["requests"], prefilling=0)
+    )
+    assert len(decoding) > 1
+    assert decoding[-1] == 0
+    assert max(slots_in_use(roomy.report["steps"])) > 0
+
+
+def test_requests_are_preempted_and_their_images_encoded_again(tight, tight_off):
+    """Else the tests below show nothing."""
+    assert total(tight, "resumed") > 0
+    assert total(tight, "encoded") > tight.report["requests"]
+    keys = ("running", "resumed", "encoded", "preempted")
+    assert [[step[key] for key in keys] for step in tight.report["steps"]] == [
+        [step[key] for key in keys] for step in tight_off.report["steps"]
+    ]
+
+
+def test_a_preempted_request_gets_its_image_again(tight):
+    sent = tight.report["requests"] + total(tight, "resumed")
+    assert tight.traffic.diverted == [tight.report["image_bytes"]] * sent
+    assert tight.traffic.declined == []
+
+
+def test_same_tokens_as_without_the_flag(tight, tight_off):
+    assert tight.report["tokens"] == tight_off.report["tokens"]
+    assert len(set(map(tuple, tight.report["tokens"]))) > 1
+
+
+@pytest.mark.parametrize("arm", ["roomy", "tight", "tight_off"])
+def test_nothing_is_left_in_dev_shm(arm, request):
+    assert request.getfixturevalue(arm).leftovers == []
