@@ -55,7 +55,7 @@ def test_slots_are_held_until_the_merge_is_done(monkeypatch):
         assert slot is not None
         views.append(reader.get_tensor(slot, MIB, torch.uint8, tuple(image.shape)))
     merge(views)  # what is loaded lazily is loaded now
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
     # About half a second, an age for a copy.
     torch.cuda._sleep(1_000_000_000)
@@ -66,7 +66,7 @@ def test_slots_are_held_until_the_merge_is_done(monkeypatch):
     other = torch.zeros(MIB, dtype=torch.uint8)
     while writer.write_tensor(other) is not None:
         pass
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     reader.flush_releases()
     assert free_slots(writer) == len(images)
     assert torch.equal(merged.cpu(), torch.cat(images))

@@ -82,6 +82,17 @@ def test_same_tokens_as_without_the_flag(tight, tight_off):
     assert len(set(map(tuple, tight.report["tokens"]))) > 1
 
 
+def test_what_drops_them_is_imported_only_with_the_flag(tight, tight_off):
+    def is_imported(log: str) -> bool:
+        return any(
+            "import time:" in line and "mm_input_release" in line
+            for line in log.splitlines()
+        )
+
+    assert is_imported(tight.log)
+    assert not is_imported(tight_off.log)
+
+
 @pytest.mark.parametrize("arm", ["roomy", "tight", "tight_off"])
 def test_nothing_is_left_in_dev_shm(arm, request):
     assert request.getfixturevalue(arm).leftovers == []

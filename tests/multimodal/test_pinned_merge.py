@@ -317,7 +317,7 @@ def test_copies_do_not_wait_for_the_device(name: str):
     batch = [pin(values((512, 1024), seed=seed)) for seed in range(8)]
     expected = reduce_as_base(FIELDS[name], batch)
     reduce(FIELDS[name], batch)  # kernels are loaded when they are first used
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     done = torch.cuda.Event()
     torch.cuda._sleep(1_000_000_000)
     got = reduce(FIELDS[name], batch)
@@ -330,9 +330,9 @@ def test_copies_do_not_wait_for_the_device(name: str):
 @pytest.mark.parametrize("name", FIELDS)
 def test_no_more_device_memory_than_a_piece_beyond_the_outcome(name: str):
     batch = [pin(values((512, 1024), seed=seed)) for seed in range(8)]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
     got = reduce(FIELDS[name], batch)
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.accelerator.max_memory_allocated() - before
     assert peak <= got.nbytes + batch[0].nbytes + (2 << 20)

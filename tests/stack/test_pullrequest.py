@@ -39,10 +39,10 @@ def test_the_real_series_passes_upstreams_checks(tmp_path):
 
 
 @pytest.fixture
-def small(project, make_patch):
-    project.upstream["vllm/engine.py"] = "".join(
-        f"LINE_{n} = 1\n" for n in range(1, 21)
-    )
+def small(project, make_patch, request):
+    last = getattr(request, "param", "LINE_20 = 1\n")
+    lines = [f"LINE_{n} = 1\n" for n in range(1, 20)]
+    project.upstream["vllm/engine.py"] = "".join(lines) + last
     project.release("1.2.3", project.upstream)
     project.pin()
     project.write(
@@ -64,6 +64,17 @@ def test_what_a_check_objects_to_is_told(small, tmp_path):
     assert problem.startswith("ruff check: ")
     assert "vllm/arena.py" in problem and "os" in problem
     assert "- ruff check: fails" in next((tmp_path / "mails").glob("0000*")).read_text()
+
+
+@pytest.mark.parametrize("small", ["LINE_20=1\n"], indirect=True)
+def test_how_upstream_formats_a_file_is_not_objected_to(small, tmp_path):
+    small.write("vllm/arena.py", "X = 1\n")
+    assert create(small.base, small.overlay, tmp_path / "mails") == []
+
+    small.write("vllm/arena.py", "X=1\n")
+    (problem,) = create(small.base, small.overlay, tmp_path / "others")
+    assert problem.startswith("ruff format: ")
+    assert "vllm/arena.py" in problem and "vllm/engine.py" not in problem
 
 
 @pytest.mark.parametrize(
