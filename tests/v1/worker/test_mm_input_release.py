@@ -6,6 +6,7 @@ import weakref
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -328,8 +329,15 @@ def test_a_model_runner_v2_drops_when_it_knows_the_requests():
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
     runner = MagicMock()
-    output = step()
-    GPUModelRunner.execute_model(runner, output)
+    GPUModelRunner.execute_model(runner, step())
     calls = [call[0] for call in runner.method_calls]
-    assert calls.index("update_requests") < calls.index("mm_input_release.on_step")
+    assert calls.index("add_requests") < calls.index("update_requests")
+
+    runner = MagicMock()
+    states = runner.req_states
+    states.num_computed_tokens_np = np.zeros(1, np.int32)
+    states.prefill_len.np = np.zeros(1, np.int32)
+    states.num_computed_prefill_tokens = np.zeros(1, np.int32)
+    output = step()
+    GPUModelRunner.update_requests(runner, output)
     runner.mm_input_release.on_step.assert_called_once_with(output)

@@ -36,8 +36,8 @@ _EXPLANATION = {
         "it is larger than the whole arena; only a smaller input would fit"
     ),
     DeclineReason.NO_ROOM: (
-        "no run of free slots is long enough, because slots are held until their "
-        "requests end; fewer large inputs at a time (--max-num-seqs) would fit"
+        "no run of free slots is long enough, because workers still keep the inputs "
+        "of others; fewer large ones at a time (--max-num-seqs) would fit"
     ),
     DeclineReason.NO_SPACE: (
         "no memory for its pages in /dev/shm or under the memory cgroup's limit; "
