@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 N_SLOTS = 64
+REGISTER = pinning.register_host_memory
 # Cycles that a kernel spins: about half a second, an age for a copy.
 LONG = 1_000_000_000
 
@@ -99,13 +100,12 @@ def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
     assert writer.write_tensor(patterned(MIB, 1)) == 0
 
 
+def register_twice(*args: int) -> str | None:
+    assert REGISTER(*args) is None
+    return REGISTER(*args)  # "already registered"
+
+
 def test_failed_registration_leaves_no_error_behind(monkeypatch):
-    real = pinning.register_host_memory
-
-    def register_twice(*args: int) -> str | None:
-        assert real(*args) is None
-        return real(*args)  # "already registered"
-
     monkeypatch.setattr(pinning, "register_host_memory", register_twice)
     torch.cuda.init()
     writer, (reader,) = make_arenas()
@@ -117,6 +117,22 @@ def test_failed_registration_leaves_no_error_behind(monkeypatch):
     got = send((writer, reader), patterned(MIB))
     assert not got.is_pinned()
     assert torch.equal(got.cuda().cpu(), patterned(MIB))
+
+
+def test_registration_that_fails_on_one_rank_is_the_other_ranks_no_concern(monkeypatch):
+    torch.cuda.init()
+    writer, (failing, other) = make_arenas(n_reader=2)
+    writer.on_barrier()
+    with monkeypatch.context() as patched:
+        patched.setattr(pinning, "register_host_memory", register_twice)
+        failing.on_barrier()
+    other.on_barrier()
+    slot = writer.write_tensor(patterned(MIB))
+    assert slot is not None
+    for reader, is_pinned in ((failing, False), (other, True)):
+        got = reader.get_tensor(slot, MIB, torch.uint8, (MIB,))
+        assert got.is_pinned() is is_pinned
+        assert torch.equal(got.to("cuda", non_blocking=True).cpu(), patterned(MIB))
 
 
 def test_capture_with_slots_in_flight(arenas):
