@@ -3,15 +3,24 @@
 """Large multi-modal inputs are dropped once used, and never before."""
 
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import OPTConfig
 
+from vllm.config import (
+    CacheConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -20,11 +29,20 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.multimodal.utils import get_mm_features_in_window, strip_covered_mm_data
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import (
     CachedRequestData,
     NewRequestData,
     SchedulerOutput,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.request import Request
 from vllm.v1.worker import mm_input_release
 from vllm.v1.worker.gpu.mm.encoder_cache import EncoderCache
 from vllm.v1.worker.mm_input_release import (
@@ -257,6 +275,7 @@ def test_small_items_are_not_sent_again():
     [
         {"enable_shm_tensor_arena": False},
         {"distributed_executor_backend": "uni"},
+        {"distributed_executor_backend": "ray"},
         {"multimodal_config": None},
         {"multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
         {"kv_transfer_config": object()},
@@ -323,6 +342,66 @@ def test_what_the_scheduler_may_have_encoded_is_there(data, prompt, version):
                 output = worker.resume(request)
         worker.run(output)
         assert not any(has_data(worker))
+
+
+# ---- The hooks --------------------------------------------------------------
+
+
+def make_scheduler(folder: Path, flag: bool) -> Scheduler:
+    """For a model runner V1. Of text alone: what is resent is tested above."""
+    OPTConfig(architectures=["OPTForCausalLM"]).save_pretrained(folder)
+    n_blocks, block_size, max_model_len = 16, 16, 64
+    vllm_config = VllmConfig(
+        model_config=ModelConfig(
+            str(folder), skip_tokenizer_init=True, max_model_len=max_model_len
+        ),
+        scheduler_config=SchedulerConfig(
+            max_model_len=max_model_len, is_encoder_decoder=False
+        ),
+        cache_config=CacheConfig(block_size=block_size),
+        parallel_config=ParallelConfig(enable_shm_tensor_arena=flag),
+    )
+    vllm_config.cache_config.num_gpu_blocks = n_blocks
+    register_all_kvcache_specs(vllm_config)
+    spec = FullAttentionSpec(
+        block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    kv_cache_config = KVCacheConfig(n_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+    scheduler = Scheduler(
+        vllm_config, kv_cache_config, MagicMock(), block_size=block_size
+    )
+    scheduler.use_v2_model_runner = False
+    return scheduler
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_the_scheduler_resends_what_resumes(flag: bool, tmp_path, monkeypatch):
+    scheduler = make_scheduler(tmp_path, flag)
+    resend = Mock()
+    monkeypatch.setattr(mm_input_release, "resend_mm_features", resend)
+    request = Request("a", [1] * 10, SamplingParams(max_tokens=4), None)
+    scheduler.add_request(request)
+    scheduler.schedule()
+    assert not resend.called
+    scheduler.reset_prefix_cache(reset_running_requests=True)
+    cached = scheduler.schedule().scheduled_cached_reqs
+    assert cached.resumed_req_ids == {"a"}
+    calls = [call.args for call in resend.call_args_list]
+    assert calls == [(scheduler.vllm_config, cached, [request])] * flag
+
+
+def test_a_model_runner_v1_drops_when_it_knows_the_requests(monkeypatch):
+    from vllm.v1.worker import gpu_model_runner
+
+    monkeypatch.setattr(gpu_model_runner, "get_pp_group", MagicMock())
+    runner = MagicMock(
+        requests={}, is_pooling_model=False, uses_mrope=False, speculative_config=None
+    )
+    known = []
+    runner.mm_input_release.on_step = lambda _: known.extend(runner.requests)
+    output = step([new_request("a", [item(0, 10)])])
+    gpu_model_runner.GPUModelRunner._update_states(runner, output)
+    assert known == ["a"]
 
 
 def test_a_model_runner_v2_drops_when_it_knows_the_requests():

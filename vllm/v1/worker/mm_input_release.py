@@ -46,7 +46,8 @@ def releases_mm_inputs(vllm_config: "VllmConfig") -> bool:
     mm_config = model_config.multimodal_config
     return (
         parallel_config.enable_shm_tensor_arena
-        # In one process the scheduler keeps the same tensors anyway.
+        # In one process the scheduler keeps the same tensors anyway; with Ray it has
+        # not been tried.
         and parallel_config.distributed_executor_backend == "mp"
         and mm_config is not None
         # Computed tokens may be lost again, or be an encoder's on another node.
