@@ -8,7 +8,6 @@ checks, as far as they need no network, run on the result.
 """
 
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,10 @@ _OWN_FIELDS = re.compile(
     r"(?m)^(Upstream-Status|Remove-When|Size-Reason): .*\n(?: .*\n)*"
 )
 TEST_SECONDS = 1800
+
+# Lines around a change. Whole functions would be too much: upstream declares options
+# in one of 1,000 lines, and the mail of a patch of 180 lines had 3,000.
+CONTEXT = 25
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def create(
         ).split():
             _as_upstream(git, commit, identity)
         mails = Path(scratch, "mails")
+        # For the names of the functions, and not of their classes, beside the hunks.
+        (tree / ".git" / "info" / "attributes").write_text("*.py diff=python\n")
         git(
-            *("format-patch", "--quiet", "--full-index", "--function-context"),
+            *("format-patch", "--quiet", "--full-index", f"--unified={CONTEXT}"),
             *("--numbered", "--cover-letter", f"--output-directory={mails}"),
             *("--signoff", "--no-signature", f"{checkout.BASE_TAG}..pr"),
             env=identity.committer,
@@ -111,9 +116,7 @@ def create(
         cover = next(mails.glob("0000-*"))
         letter = _cover(cover.read_text(), base, overlay, checks, tests, outcome)
         cover.write_text(letter)
-        if folder.exists():
-            folder.rmdir()
-        shutil.move(mails, folder)
+        mails.rename(folder)
     problems = [f"{name}: {said}" for name, said in checks.items() if said]
     return problems if passed else [*problems, f"the tests: {outcome}"]
 
@@ -135,8 +138,15 @@ def _as_upstream(git: Git, commit: str, identity: Identity) -> None:
 def _apply(git: Git, mails: list[Path], identity: Identity) -> None:
     """Apply the mails to the base; what comes out is what went in."""
     git("checkout", "--quiet", "--detach", checkout.BASE_TAG)
-    git("am", "--quiet", *map(str, mails), env=identity.committer)
-    if git("diff", "--name-only", "HEAD", "pr"):
+    # Without that option git takes "[Core]" for one of its own marks.
+    git(
+        *("am", "--quiet", "--keep-non-patch", *map(str, mails)),
+        env=identity.committer,
+    )
+    subjects = ("log", "--format=%s")
+    if git("diff", "--name-only", "HEAD", "pr") or (
+        git(*subjects, "HEAD") != git(*subjects, "pr")
+    ):
         raise StackError("The mails do not give what they were made of.")
 
 
@@ -231,7 +241,7 @@ def _cover(
     parts = [
         "## Purpose",
         "\n".join(f"- {subject}" for subject in subjects.values()),
-        f"The commits apply to vLLM {base.version}. Each says why.",
+        f"Each says why. They apply to vLLM {base.version}: `git am --keep-non-patch`.",
         "## Test Plan",
         "\n".join(f"    pytest -v -s {test}" for test in tests),
         "## Test Result",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,10 @@ def test_the_real_series_passes_upstreams_checks(tmp_path):
         assert "Upstream-Status" not in message and "Remove-When" not in message
     (arena,) = (m.read_text() for m in mails if "Add-a-shared-memory-tensor" in m.name)
     assert "+++ b/vllm/distributed/device_communicators/shm_tensor_arena.py" in arena
+    # With what is around each change, and without the whole of long functions.
+    (executor,) = (m.read_text() for m in mails if "MultiprocExecutor" in m.name)
+    assert 60 < executor.count("\n") < 200
+    assert re.search(r"(?m)^@@ .* @@ +def \w", executor)
     text = cover.read_text()
     assert text.count(f"] {ARENA}\n") == 1
     assert "pytest -v -s tests/distributed/test_shm_tensor_arena.py" in text
