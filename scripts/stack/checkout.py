@@ -2,7 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """The stack as a git checkout that one can edit, and back."""
 
+import ctypes
 import io
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -30,6 +32,10 @@ STACK_KEY = "fork.stack"
 
 # The branch that holds the stack; what else is checked out is not exported.
 BRANCH = "stack"
+
+# What a base's folder of patches is called while it is written, and the one that it
+# takes the place of.
+DRAFT, FORMER = ".new", ".old"
 
 # What tools leave behind in a checkout, and nobody misses.
 CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache"}
@@ -119,9 +125,8 @@ def create(
         git("tag", APPLIED_TAG)
         git("config", BASE_KEY, base.version)
         git("config", STACK_KEY, series.stack_hash(patches))
-        if folder.exists():
-            folder.rmdir()
-        shutil.move(git.folder, folder)
+        # Fails where another run has put something there meanwhile.
+        git.folder.rename(folder)
     return len(patches)
 
 
@@ -185,8 +190,9 @@ def add_patches(git: Git, patches: Iterable[Patch], overlay: Overlay) -> None:
 class Exported:
     patches: list[str]
     """The names of the patch files, in order."""
-    removed: list[str]
-    """The repository's files that are gone: patches, and files of the overlay."""
+    removed: dict[str, Path]
+    """The repository's files that are gone: patches, and files of the overlay; with
+    the copy that is kept of each."""
 
 
 def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> Exported:
@@ -224,12 +230,24 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
         for path, data in files.items()
         if data is None and (overlay.root / path).exists()
     ]
+    kept = {path: _keep(overlay.root, path) for path in removed}
     replace_patches(base.patches, patches, series.source(base.patches))
     for path, data in files.items():
         write(overlay.root / path, data)
     git("tag", "--force", APPLIED_TAG)
     git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
-    return Exported(list(patches), removed)
+    return Exported(list(patches), kept)
+
+
+def _keep(root: Path, path: str) -> Path:
+    """Copy a file that is about to go: it may be in no commit of the repository.
+
+    To git a commit dropped on purpose and one that a `reset` lost look the same.
+    """
+    copy = root / "build" / "removed" / path
+    copy.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(root / path, copy)
+    return copy
 
 
 def require_branch(git: Git) -> None:
@@ -398,16 +416,59 @@ def _refuse_to_overwrite(
 def replace_patches(
     folder: Path, patches: dict[str, str], source: series.Source | None
 ) -> None:
-    """Make the folder hold these patches, as its series, and no others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in patches.items():
-        write(folder / name, text.encode())
-    # The list before the removals: it never names a file that is gone.
+    """Make the folder hold these patches, as its series, and no others.
+
+    All at once: a mixture of old and new patches could pass every check.
+    """
+    draft = folder.with_name(f".{folder.name}{DRAFT}")
     listing = f"{source or ''}" + "".join(f"{name}\n" for name in patches)
-    write(folder / "series", listing.encode())
-    for path in folder.glob("*.patch"):
-        if path.name not in patches:
-            path.unlink()
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise StackError(f"{folder} cannot be written to.")
+    draft.mkdir(parents=True)
+    try:
+        for path in folder.iterdir() if folder.exists() else ():
+            if path.is_dir():
+                shutil.copytree(path, draft / path.name, symlinks=True)
+            elif path.suffix != ".patch":
+                shutil.copy2(path, draft / path.name, follow_symlinks=False)
+        for name, text in patches.items():
+            (draft / name).write_bytes(text.encode())
+        (draft / "series").write_bytes(listing.encode())
+        if folder.exists():
+            _exchange(draft, folder)
+        else:
+            draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def clean(patches: Path) -> None:
+    """Undo what a run that was killed has begun; no other must be at work."""
+    for former in patches.glob(f".*{FORMER}"):
+        folder = former.with_name(former.name[1:].removesuffix(FORMER))
+        if not folder.exists():
+            former.rename(folder)
+    for draft in [*patches.glob(f".*{DRAFT}"), *patches.glob(f".*{FORMER}")]:
+        shutil.rmtree(draft)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Let two folders change their names."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if rename and not rename(
+        here, os.fsencode(one.absolute()), here, os.fsencode(other.absolute()), exchange
+    ):
+        return
+    _exchange_by_steps(one, other)
+
+
+def _exchange_by_steps(one: Path, other: Path) -> None:
+    # Where the C library or the file system cannot; `clean` mends it after a kill.
+    between = other.with_name(f".{other.name}{FORMER}")
+    other.rename(between)
+    one.rename(other)
+    between.rename(one)
 
 
 def write(path: Path, data: bytes | None) -> None:

@@ -3,8 +3,12 @@
 """The command line of scripts/fork."""
 
 import argparse
+import fcntl
+import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -49,6 +53,9 @@ def main(root: Path, argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
+Verb = Callable[[Path, argparse.Namespace], int]
+
+
 class _Terminated(BaseException):
     """SIGTERM; as an exception it cleans up on its way, as Ctrl-C does."""
 
@@ -64,7 +71,7 @@ def _run(root: Path, argv: list[str]) -> int:
     )
     verbs = parser.add_subparsers(metavar="VERB", required=True)
 
-    def add(name: str, run, help: str, base: str | None = None):
+    def add(name: str, run: Verb, help: str, base: str | None = None):
         verb = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:])
         verb.set_defaults(run=run)
         if base:
@@ -128,7 +135,26 @@ def _run(root: Path, argv: list[str]) -> int:
     add("sync", _sync, "bring an editable installation up to date with the patches")
 
     args = parser.parse_args(argv)
+    if args.run in (_apply, _edit, _export, _rebase, _sync):
+        with _alone(root):
+            return args.run(root, args)
     return args.run(root, args)
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Wait for the others that write. A lock ends with its process, however."""
+    lock = os.open(root / "patches", os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("Waiting for another scripts/fork to end.", file=sys.stderr)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        checkout.clean(root / "patches")
+        yield
+    finally:
+        os.close(lock)
 
 
 def _status(root: Path, args: argparse.Namespace) -> int:
@@ -190,15 +216,19 @@ def _export(root: Path, args: argparse.Namespace) -> int:
     exported = checkout.export(base, folder, Overlay.load(root), args.force)
     for name in exported.patches:
         print(name)
-    for path in exported.removed:
-        print(f"removed {path}")
+    for path, copy in exported.removed.items():
+        print(f"removed {path}; a copy is kept in {copy}")
     return 0
 
 
 def _rebase(root: Path, args: argparse.Namespace) -> int:
     if args.abort:
-        rebase.abort(root)
-        print("Given up; nothing has changed.")
+        written = rebase.abort(root)
+        print(
+            f"Given up; not committed: {', '.join(written)}."
+            if written
+            else "Given up; nothing has changed."
+        )
         return 0
     if args.resume:
         git = rebase.resume(root)

@@ -130,7 +130,7 @@ def start(root: Path, source: Base, version: str) -> Git:
     if version == source.version:
         raise StackError(f"The stack of {version} cannot be rebased onto itself.")
     target = _target(root, version)
-    _refuse_dirty(root, target)
+    _refuse_dirty(root, target.patches, root / "patches" / "upstream.toml")
     is_new = not target.patches.is_dir()
     if is_new and (lacking := _lacking(source, target)):
         raise StackError(
@@ -148,7 +148,8 @@ def start(root: Path, source: Base, version: str) -> Git:
         git.folder.mkdir()
         git("init", "--quiet", f"--initial-branch={checkout.BRANCH}")
         _prepare(root, git, source, target).save(git)
-        shutil.move(git.folder, folder)
+        # Fails where another run has put something there meanwhile.
+        git.folder.rename(folder)
     return Git(folder)
 
 
@@ -157,9 +158,23 @@ def resume(root: Path) -> Git:
     return Git(_under_way(root)[0])
 
 
-def abort(root: Path) -> None:
+def abort(root: Path) -> list[str]:
+    """Give up.
+
+    Returns:
+        What a run that was killed at its end may have written: paths that are not
+        committed.
+
+    """
+    written = []
     for folder in _under_way(root):
+        written += _dirty(
+            root,
+            root / "patches" / folder.name.removeprefix("rebase-"),
+            root / "patches" / "upstream.toml",
+        )
         shutil.rmtree(folder)
+    return written
 
 
 def _under_way(root: Path) -> list[Path]:
@@ -187,13 +202,7 @@ def advance(root: Path, git: Git) -> State:
         if tree == git("rev-parse", f"{state.head}^{{tree}}").strip():
             state.dropped.append(step.patch)
         else:
-            git("checkout", "--quiet", "--force", "--detach", state.head)
-            git("read-tree", "--reset", "-u", tree)
-            git(
-                *("commit", "--quiet", "--cleanup=verbatim", "-C", step.message),
-                env={k: v for k, v in checkout.TOOL.items() if "COMMITTER" in k},
-            )
-            state.head = git("rev-parse", "HEAD").strip()
+            state.head = _commit(git, tree, state.head, step.message)
         state.steps.pop(0)
         state.stopped = False
         if not state.steps:
@@ -223,12 +232,37 @@ def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[st
         problems = verify(draft)
     if problems:
         return problems
-    _refuse_dirty(root, state.target)
+    if not _holds(state.target.patches, patches, state.source):
+        _refuse_dirty(root, state.target.patches)
+        checkout.replace_patches(state.target.patches, patches, state.source)
+    # Last: a base without its patches would trouble every verb.
     if state.target.version not in pins.versions(root):
         pins.add_base(root, state.target)
-    checkout.replace_patches(state.target.patches, patches, state.source)
     shutil.rmtree(git.folder)
     return []
+
+
+def _holds(folder: Path, patches: dict[str, str], source: series.Source) -> bool:
+    """Tell whether an earlier run, killed since, has written the patches."""
+    if not folder.is_dir() or series.source(folder) != source:
+        return False
+    return [(p.name, p.text) for p in series.load(folder)] == list(patches.items())
+
+
+def _commit(git: Git, tree: str, parent: str, like: str) -> str:
+    """Return a commit of the tree, by the author and with the message of another.
+
+    The files in the folder stay as they are: they may hold what the user has solved,
+    which a run that is killed here must find again.
+    """
+    _, _, message = git.raw("cat-file", "commit", like).partition(b"\n\n")
+    author = git("log", "-1", "--format=%an%n%ae%n@%ad", "--date=raw", like)
+    names = ("GIT_AUTHOR_NAME", "GIT_AUTHOR_EMAIL", "GIT_AUTHOR_DATE")
+    return git(
+        *("commit-tree", tree, "-p", parent),
+        stdin=message,
+        env=checkout.TOOL | dict(zip(names, author.splitlines())),
+    ).strip()
 
 
 def folders(root: Path) -> list[Path]:
@@ -275,14 +309,21 @@ def _other_helpers(root: Path, source: Base, target: Base) -> list[str]:
         return []
 
 
-def _refuse_dirty(root: Path, target: Base) -> None:
+def _dirty(root: Path, *paths: Path) -> list[str]:
+    """Return which of the paths have changes that are not committed."""
     if not (root / ".git").exists():
-        return
-    paths = [f"patches/{target.version}", "patches/upstream.toml"]
-    changed = Git(root)("status", "--porcelain", "--", *paths)
-    if changed:
+        return []
+    return [
+        path.relative_to(root).as_posix()
+        for path in paths
+        if Git(root)("status", "--porcelain", "--", str(path.relative_to(root)))
+    ]
+
+
+def _refuse_dirty(root: Path, *paths: Path) -> None:
+    if dirty := _dirty(root, *paths):
         raise StackError(
-            f"{changed.split()[-1]} has changes that are not committed, and the rebase "
+            f"{' and '.join(dirty)} has changes that are not committed, and the rebase "
             "would write over them: commit them first."
         )
 

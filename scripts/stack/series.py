@@ -86,11 +86,17 @@ def _miscounted(diff: str) -> str | None:
 
 def load(folder: Path) -> list[Patch]:
     """Read the patches that the folder's series lists, in its order."""
+    file = folder / "series"
     try:
-        listed = names((folder / "series").read_text())
-        return [Patch(name, _read(folder / name)) for name in listed]
-    except (OSError, UnicodeDecodeError) as e:
+        patches = []
+        for name in names(file.read_text()):
+            file = folder / name
+            patches.append(Patch(name, _read(file)))
+        return patches
+    except OSError as e:
         raise StackError(f"The series in {folder} cannot be read: {e}.") from e
+    except UnicodeDecodeError as e:
+        raise StackError(f"{file} is no text in UTF-8: {e}.") from e
 
 
 def names(listing: str) -> list[str]:

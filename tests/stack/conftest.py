@@ -2,9 +2,14 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import hashlib
 import io
+import os
+import shutil
+import signal
+import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from wheel.wheelfile import WheelFile
@@ -112,6 +117,66 @@ class Project:
                 member = tarfile.TarInfo(f"vllm-{version}/{name}")
                 member.size = len(text.encode())
                 archive.addfile(member, io.BytesIO(text.encode()))
+
+
+def _killed_everywhere(
+    root: Path, wanted: Callable[[str, tuple[Any, ...]], bool], run: Callable[[], Any]
+) -> Iterator[int]:
+    """Run in a child that is killed at the first wanted event, the second, and so on.
+
+    The root is as it was before each run, and after a kill as that has left it. Ends
+    with the run that no kill reaches. An event is what `sys.audit` tells of.
+    """
+    saved = root.with_name(f"{root.name}-saved")
+    shutil.copytree(root, saved, symlinks=True)
+    at = 0
+    while True:
+        child = os.fork()
+        if child == 0:
+            left = at
+
+            def hook(event: str, args: tuple[Any, ...]) -> None:
+                nonlocal left
+                if wanted(event, args):
+                    left -= 1
+                    if left < 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+            sys.addaudithook(hook)
+            try:
+                run()
+            finally:
+                os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if not os.WIFSIGNALED(status):
+            return
+        yield at
+        at += 1
+        shutil.rmtree(root)
+        shutil.copytree(saved, root, symlinks=True)
+
+
+def _writes_below(folder: Path) -> Callable[[str, tuple[Any, ...]], bool]:
+    """Tell the events of writing to the folder."""
+
+    def wanted(event: str, args: tuple[Any, ...]) -> bool:
+        if not str(next(iter(args), "")).startswith(f"{folder}/"):
+            return False
+        if event == "open":
+            return any(letter in str(args[1]) for letter in "wax+")
+        return event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
+
+    return wanted
+
+
+@pytest.fixture
+def killed_everywhere():
+    return _killed_everywhere
+
+
+@pytest.fixture
+def writes_below():
+    return _writes_below
 
 
 @pytest.fixture

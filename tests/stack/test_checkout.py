@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from stack import checkout, fetch, pins
+from stack import checkout, cli, fetch, pins
 from stack.errors import StackError
 
 
@@ -100,12 +101,15 @@ def test_a_change_of_one_commit_changes_one_file(project, stack):
 
 
 def test_a_dropped_commit_is_a_dropped_patch(project, stack):
+    before = patch_files(project.base)
     drop = "sequence.editor=sed -i 2s/^pick/drop/"
     git(stack, "-c", drop, "rebase", "--interactive", "fork-base")
     exported = export(project, stack)
 
     assert exported.patches == ["core-add-a-hook.patch"]
-    assert exported.removed == ["patches/1.2.3/misc-a-2nd-one.patch"]
+    (removed, copy), *others = exported.removed.items()
+    assert (removed, others) == ("patches/1.2.3/misc-a-2nd-one.patch", [])
+    assert copy.read_bytes() == before[copy.name]
     assert patch_files(project.base).keys() == {"series", "core-add-a-hook.patch"}
 
 
@@ -215,6 +219,55 @@ def test_a_stack_that_does_not_apply_leaves_no_checkout(project, make_patch, tmp
     assert not (tmp_path / "stack").exists()
 
 
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_an_export_that_is_killed_writes_all_or_nothing(
+    project, make_patch, monkeypatch, killed_everywhere, writes_below, can_exchange
+):
+    for line, subject in ((5, "[Core] Add a hook"), (15, "[Misc] A 2nd one")):
+        name = subject.partition("] ")[2].lower().replace(" ", "-")
+        name = f"{subject[1:5].lower()}-{name}.patch"
+        project.add_patch(name, make_patch(line, subject=subject))
+    project.write("patches/1.2.3/notes.txt", "mine\n")
+    assert cli.main(project.root, ["apply"]) == 0
+    stack = checkout.default_folder(project.root, project.base)
+    amend = "git commit --amend --quiet --no-edit --author='C Person <c@example.org>'"
+    git(stack, "rebase", "--quiet", "--exec", amend, "fork-base")
+    before = patch_files(project.base)
+    if not can_exchange:
+        monkeypatch.setattr(checkout, "_exchange", checkout._exchange_by_steps)
+
+    wanted = writes_below(project.root / "patches")
+    states = []
+    for _ in killed_everywhere(
+        project.root, wanted, lambda: cli.main(project.root, ["export"])
+    ):
+        there = project.base.patches.is_dir()
+        states.append(patch_files(project.base) if there else {})
+        assert cli.main(project.root, ["export"]) == 0
+        after = patch_files(project.base)
+        assert [name for name in before if before[name] != after[name]] == [
+            name for name in before if name.endswith(".patch")
+        ]
+        assert sorted(path.name for path in (project.root / "patches").iterdir()) == [
+            "1.2.3",
+            "upstream.toml",
+        ]
+    assert len(states) > 5
+    assert all(
+        state in (before, after) or not (can_exchange or state) for state in states
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_patches_that_may_not_be_written(project, stack):
+    before = patch_files(project.base)
+    project.base.patches.chmod(0o555)
+
+    with pytest.raises(StackError, match="cannot be written"):
+        export(project, stack, force=True)
+    assert patch_files(project.base) == before
+
+
 OWNED = '"core-add-a-hook.patch" = ["vllm/arena.py", "tests/test_arena.py"]\n'
 
 
@@ -261,7 +314,7 @@ def test_our_files_come_back_as_they_were_changed(project, with_overlay):
 
     assert (project.root / "vllm/arena.py").read_text() == "arena = 2\n"
     assert not (project.root / "tests/test_arena.py").exists()
-    assert exported.removed == ["tests/test_arena.py"]
+    assert list(exported.removed) == ["tests/test_arena.py"]
     assert patch_files(project.base) == before
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
+import fcntl
 import os
 import signal
 import subprocess
@@ -45,6 +46,23 @@ def test_a_run_that_is_stopped_leaves_nothing(
     assert error.splitlines()[-1] == "error: interrupted."
     assert "Traceback" not in error
     assert list((project.root / "build").iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", [("apply",), ("rebase", "--to", "1.3.0")])
+def test_verbs_that_write_wait_for_each_other(project, make_patch, monkeypatch, verb):
+    project.add_patch("core-add-a-hook.patch", make_patch())
+    monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
+    command = [sys.executable, "-c", RUN, str(project.root), *verb]
+    other = os.open(project.root / "patches", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        assert run.stderr.readline() == "Waiting for another scripts/fork to end.\n"
+        assert not (project.root / "build").exists()
+        os.close(other)
+        run.communicate()
+    # There is no 1.3.0.
+    assert run.returncode == (verb[0] == "rebase")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stack import cli, pins, rebase, series
+from stack import cli, pins, rebase, series, verify
 from stack.errors import StackError
 
 TWO = {
@@ -239,6 +239,59 @@ def test_a_lock_of_a_git_that_was_killed(conflicting):
 
 
 @pytest.fixture
+def solved(conflicting, monkeypatch) -> Rebase:
+    """The conflict is solved in the folder, and that is all."""
+    monkeypatch.setattr(verify, "problems", lambda root, base: [])
+    with pytest.raises(rebase.Conflict):
+        conflicting.start()
+    conflicting.solve("hook 5", "hook other 5")
+    return conflicting
+
+
+def test_what_was_solved_survives_a_kill(solved, killed_everywhere, writes_below):
+    root = solved.root
+    writes = writes_below(root / "patches")
+
+    def wanted(event: str, args: tuple) -> bool:
+        if event == "subprocess.Popen":
+            verbs = {"checkout", "read-tree", "commit", "commit-tree", "cherry-pick"}
+            return not verbs.isdisjoint(args[1])
+        return writes(event, args) or event == "shutil.rmtree"
+
+    kills = 0
+    for _ in killed_everywhere(
+        root, wanted, lambda: cli.main(root, ["rebase", "--continue"])
+    ):
+        kills += 1
+        assert cli.main(root, ["rebase", "--continue"]) == 0
+        assert list(contents(root / "patches/1.3.0")) == list(
+            contents(root / "patches/1.2.3")
+        )
+        assert "\nhook other 5\n" in solved.ported()
+        assert "\nhook 15\n" in solved.ported()
+    assert kills > 10
+
+
+def test_giving_up_tells_what_a_killed_run_has_written(
+    solved, killed_everywhere, capsys
+):
+    root = solved.root
+    pinned = root / "patches/upstream.toml"
+
+    def wanted(event: str, args: tuple) -> bool:
+        return event == "os.rename" and str(args[1]) == str(pinned)
+
+    for _ in killed_everywhere(
+        root, wanted, lambda: cli.main(root, ["rebase", "--continue"])
+    ):
+        assert cli.main(root, ["rebase", "--abort"]) == 0
+        assert "Given up; not committed: patches/1.3.0." in capsys.readouterr().out
+        break
+    assert not solved.folder.exists()
+    assert pins.versions(root) == ["1.2.3"]
+
+
+@pytest.fixture
 def ported(conflicting) -> Rebase:
     """The conflict is solved and the new stack committed."""
     with pytest.raises(rebase.Conflict):
@@ -458,7 +511,7 @@ def test_an_index_that_cannot_be_reached(moved, monkeypatch):
 def test_changes_that_would_be_overwritten(moved):
     moved.project.write("patches/1.3.0/series", "# mine\n")
 
-    with pytest.raises(StackError, match=r"patches/1\.3\.0/ has changes"):
+    with pytest.raises(StackError, match=r"patches/1\.3\.0 has changes"):
         moved.start()
     assert not (moved.root / "build").exists()
 

@@ -9,6 +9,14 @@ from stack.series import Patch
 MESSAGE = "From 0\nSubject: [PATCH] It\n\nWhy.\n---\n\n"
 
 
+def test_what_is_no_text_is_named(project):
+    project.add_patch("one.patch", "")
+    (project.base.patches / "one.patch").write_bytes(b"\xff")
+
+    with pytest.raises(StackError, match=r"one\.patch is no text in UTF-8"):
+        series.load(project.base.patches)
+
+
 def patch_of(diff: str, path: str = "a.py", kind: str = "") -> Patch:
     old, new = f"a/{path}", f"b/{path}"
     header = f"diff --git {old} {new}\n"
