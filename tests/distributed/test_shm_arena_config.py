@@ -4,6 +4,7 @@
 
 import pytest
 
+from vllm import envs
 from vllm.config.parallel import ParallelConfig
 from vllm.config.utils import get_attr_docs
 from vllm.distributed.device_communicators.shm_arena.layout import ArenaLayout
@@ -49,7 +50,9 @@ def test_flag_is_not_in_the_hash():
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
 def test_executor_without_the_queue_is_refused(backend: str, monkeypatch):
-    # Ray's first executor.
+    # Ray's first executor, which 0.33.0 has no longer.
+    if backend == "ray" and not hasattr(envs, "VLLM_USE_RAY_V2_EXECUTOR_BACKEND"):
+        pytest.skip("this release has Ray's second executor only")
     monkeypatch.setenv("VLLM_USE_RAY_V2_EXECUTOR_BACKEND", "0")
     with pytest.raises(ValueError, match="--distributed-executor-backend mp"):
         ParallelConfig(
