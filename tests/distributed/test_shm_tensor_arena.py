@@ -29,7 +29,7 @@ from tests.distributed.arena_testing import (
     make_arenas,
     patterned,
 )
-from vllm.distributed.device_communicators.shm_arena import pinning
+from vllm.distributed.device_communicators.shm_arena import pinning, segment
 from vllm.distributed.device_communicators.shm_tensor_arena import (
     ShmTensorArena,
     _rebuild_arena_parameter,
@@ -448,6 +448,14 @@ def test_views_outlive_the_arena():
     del writer, reader
     gc.collect()
     assert torch.equal(got, patterned(MIB))
+
+
+def test_segment_goes_quietly_after_its_module(monkeypatch: pytest.MonkeyPatch):
+    """At the end of the interpreter the names of modules become None."""
+    writer, _ = make_arenas()
+    with monkeypatch.context() as patch:
+        patch.setattr(segment, "suppress", None)
+        writer.shared_memory.__del__()
 
 
 def test_readers_cannot_write_and_the_writer_can():

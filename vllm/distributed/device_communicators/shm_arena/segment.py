@@ -27,8 +27,11 @@ class _SharedMemory(shared_memory.SharedMemory):
     released may die after it."""
 
     def __del__(self) -> None:
-        with suppress(BufferError, OSError):
+        # Not `suppress`: this module's names may be gone before the object is.
+        try:  # noqa: SIM105
             self.close()
+        except (BufferError, OSError):
+            pass
 
 
 class _OpenedSharedMemory(_SharedMemory):
