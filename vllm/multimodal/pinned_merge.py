@@ -45,10 +45,11 @@ def merge_pinned(
         that has no copy on the CPU to save, or converts dtypes, or raises.
 
     """
-    if len(batch) < 2 or not all(type(t) is torch.Tensor for t in batch):
+    tensors = [t for t in batch if type(t) is torch.Tensor]
+    if len(batch) < 2 or len(tensors) < len(batch):
         return None
-    first = batch[0]
-    for t in batch:
+    first = tensors[0]
+    for t in tensors:
         if (
             t.dtype is not first.dtype
             or t.ndim != first.ndim
@@ -57,18 +58,18 @@ def merge_pinned(
             or t.requires_grad
         ):
             return None
-    merged = _shape_and_places(field, [t.shape for t in batch])
+    merged = _shape_and_places(field, [t.shape for t in tensors])
     if merged is None:
         return None
     shape, places = merged
-    is_pinned = [t.is_contiguous() and t.is_pinned() for t in batch]
-    pinned_bytes = sum(t.nbytes for t, pinned in zip(batch, is_pinned) if pinned)
-    if pinned_bytes < _MIN_PIECE_BYTES * len(batch):
+    is_pinned = [t.is_contiguous() and t.is_pinned() for t in tensors]
+    pinned_bytes = sum(t.nbytes for t, pinned in zip(tensors, is_pinned) if pinned)
+    if pinned_bytes < _MIN_PIECE_BYTES * len(tensors):
         return None
-    is_covered = sum(t.numel() for t in batch) == math.prod(shape)
+    is_covered = sum(t.numel() for t in tensors) == math.prod(shape)
     make = torch.empty if is_covered else torch.zeros
     out = make(shape, dtype=first.dtype, device=device)
-    for t, pinned, place in zip(batch, is_pinned, places):
+    for t, pinned, place in zip(tensors, is_pinned, places):
         if not pinned:
             t = _to_pinned(t)
         out[place].copy_(t, non_blocking=True)
