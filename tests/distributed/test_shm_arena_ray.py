@@ -14,6 +14,8 @@ from unittest import mock
 
 import pytest
 
+pytest.importorskip("ray", reason="vLLM's Ray executor cannot be imported without")
+
 from tests.distributed.arena_testing import MIB
 from vllm.config import ParallelConfig, VllmConfig
 from vllm.v1.executor import ray_executor_v2, ray_utils
