@@ -125,6 +125,9 @@ def _run_problems(stack: _Stack) -> list[str]:
     if done.returncode:
         why = done.stderr.strip().splitlines() or ["no reason given"]
         return [f"it does not run: {why[-1]}"]
+    for line in done.stderr.splitlines():
+        if line.startswith("Not imported"):
+            print(f"vLLM {stack.base.version}: {line}", file=sys.stderr)
     return json.loads(done.stdout.splitlines()[-1])
 
 

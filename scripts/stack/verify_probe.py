@@ -160,6 +160,7 @@ def main() -> None:
     found = []
     for path in task["edited"]:
         if needs_what_is_missing(path):
+            print(f"Not imported, since Ray is not here: {path}", file=sys.stderr)
             continue
         try:
             importlib.import_module(module_name(path))

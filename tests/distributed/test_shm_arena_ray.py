@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
-"""The arena with Ray: `RayExecutorV2` and a Ray of one node, where there is one."""
+"""The arena with Ray: `RayExecutorV2` and a Ray of one node."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +13,8 @@ from unittest import mock
 
 import pytest
 
-pytest.importorskip("ray", reason="vLLM's Ray executor cannot be imported without")
+# vLLM's executor cannot be imported without it, and the suite does not ask for it.
+pytest.importorskip("ray", reason="Ray is not installed (240 MB)")
 
 from tests.distributed.arena_testing import MIB
 from vllm.config import ParallelConfig, VllmConfig
@@ -23,11 +23,6 @@ from vllm.v1.executor import ray_executor_v2, ray_utils
 WORKERS = 2
 SIZES = [9 * MIB, 20 * MIB, 1000]
 TIMEOUT = 600  # seconds; only a failure waits that long
-
-needs_ray = pytest.mark.skipif(
-    importlib.util.find_spec("ray") is None,
-    reason="Ray is not installed, and the suite does not ask for it (240 MB)",
-)
 
 
 def ray_config(flag: bool) -> ParallelConfig:
@@ -40,7 +35,7 @@ def ray_config(flag: bool) -> ParallelConfig:
         )
 
 
-# ---- Without Ray ------------------------------------------------------------
+# ---- With a mocked Ray ------------------------------------------------------
 
 
 @pytest.mark.parametrize("flag", [True, False])
@@ -84,14 +79,12 @@ def told() -> dict[str, Any]:
         return json.loads(report.read_text())
 
 
-@needs_ray
 def test_every_worker_gets_the_bytes_that_were_sent(told: dict[str, Any]):
     for call in told["calls"]:
         assert [w["rank"] for w in call["workers"]] == list(range(WORKERS))
         assert {w["checksum"] for w in call["workers"]} == {call["checksum"]}
 
 
-@needs_ray
 def test_large_tensors_are_shared(told: dict[str, Any]):
     shared = [
         [worker["shared"] for worker in call["workers"]] for call in told["calls"]
