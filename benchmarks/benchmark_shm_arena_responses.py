@@ -16,18 +16,14 @@ Example:
 import argparse
 import base64
 import json
-import os
-import signal
 import sys
-import tempfile
 import time
 from typing import Any
 
-from arena_bench import report
-from arena_bench.block import BenchmarkError, Block, run_block
+from arena_bench import pairs, report
+from arena_bench.block import Block
 from benchmark_shm_tensor_arena import machine, options, output_file, positive
 
-GAP_S = 0.01
 # Bytes of the tensors of one message. float32 embeddings, int32 token ids and ranks.
 RESPONSES = {
     # 20 log probabilities and the token's own, for each token of the prompt.
@@ -45,47 +41,21 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--pairs",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="messages by each of the two queues, in a set of processes (default: 20)",
-    )
-    parser.add_argument(
-        "--repeat",
-        type=positive,
-        default=3,
-        metavar="N",
-        help="sets of processes for each shape, pooled (default: 3)",
-    )
+    pairs.add_arguments(parser, positive, "shape")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     return parser.parse_args()
 
 
 def main() -> int:
     args = parse_args()
-    # Ends the block's processes, as Ctrl-C does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Standard output is for the tables.
-    os.environ["VLLM_LOGGING_STREAM"] = "ext://sys.stderr"
-    pairs: dict[str, list[dict[str, float]]] = {name: [] for name in RESPONSES}
-    try:
-        with tempfile.TemporaryDirectory() as sockets:
-            os.environ["VLLM_RPC_BASE_PATH"] = sockets
-            for turn in range(args.repeat):
-                for name, sizes in RESPONSES.items():
-                    print(f"[{turn + 1}/{args.repeat}] {name}", file=sys.stderr)
-                    block = Block(name, "pairs", 1, (sizes,) * args.pairs, gap_s=GAP_S)
-                    pairs[name] += run_block(block)["pairs"]
-    except BenchmarkError as e:
-        print(e, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("Interrupted.", file=sys.stderr)
-        return 130
-    for name, rows in pairs.items():
+    blocks = {
+        name: Block(name, "pairs", 1, (sizes,) * args.pairs, gap_s=pairs.GAP_S)
+        for name, sizes in RESPONSES.items()
+    }
+    found = pairs.run(blocks, args.repeat)
+    if isinstance(found, int):
+        return found
+    for name, rows in found.items():
         print(f"{name}: {sum(RESPONSES[name]) / 1e6:.1f} MB")
         print(report.pairs_table(rows) + "\n")
     answers = answer_seconds()
@@ -95,7 +65,7 @@ def main() -> int:
         result: dict[str, Any] = {
             "machine": machine(),
             "options": options(args),
-            "pairs": pairs,
+            "pairs": found,
             "answer_seconds": answers,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
