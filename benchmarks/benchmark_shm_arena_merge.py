@@ -70,6 +70,7 @@ def worker(link: Connection, barrier: Any) -> None:
     else:
         field = MultiModalFlatField(slices=[], dim=int(field_name == "flat-1"))
     arena = ShmTensorArena(*handle, reader_rank=rank)
+    expected = None
     link.send(None)
     while (stubs := link.recv()) is not None:
         arena.on_barrier()  # pins what is prepared, at the first call
@@ -89,9 +90,11 @@ def worker(link: Connection, barrier: Any) -> None:
         on_device = time.perf_counter()
         cpu = time.process_time() - cpu
         peak = torch.cuda.max_memory_allocated() - before
-        join = torch.stack if field_name == "batched" else torch.cat
-        dim = 1 if field_name == "flat-1" else 0
-        if not torch.equal(merged.cpu(), join(images, dim=dim)):
+        if expected is None:
+            join = torch.stack if field_name == "batched" else torch.cat
+            dim = 1 if field_name == "flat-1" else 0
+            expected = join(images, dim=dim).cuda()
+        if not torch.equal(merged, expected):
             sys.exit("the batch is not what was sent")
         pinned = all(image.is_pinned() for image in images)
         del images, elems, merged
@@ -124,16 +127,21 @@ class Arm:
 
         self.arena = ShmTensorArena(n_worker)
         spawn = multiprocessing.get_context("spawn")
-        barrier = spawn.Barrier(n_worker)
+        # Held: its semaphores go with it, perhaps before a worker opens them.
+        self.barrier = spawn.Barrier(n_worker)
         self.links: list[Connection] = []
         self.processes = []
         for rank in range(n_worker):
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=worker, args=(theirs, barrier), daemon=True)
+            process = spawn.Process(
+                target=worker, args=(theirs, self.barrier), daemon=True
+            )
             process.start()
             self.links.append(ours)
             self.processes.append(process)
             ours.send((name, rank, self.arena.handle(), field))
+
+    def wait_until_ready(self) -> None:
         for link in self.links:
             receive(link)
         self.arena.on_barrier()
@@ -171,6 +179,8 @@ def measure(
         for _ in range(n_image)
     ]
     arms = {name: Arm(name, n_worker, field) for name in ARMS}
+    for arm in arms.values():
+        arm.wait_until_ready()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in ARMS}
     for i in range(calls):
         # The arm that goes first has the other's memory traffic behind it.

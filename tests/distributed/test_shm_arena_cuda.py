@@ -100,9 +100,13 @@ def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
     assert writer.write_tensor(patterned(MIB, 1)) == 0
 
 
-def register_twice(*args: int) -> str | None:
-    assert REGISTER(*args) is None
-    return REGISTER(*args)  # "already registered"
+def register_twice(address: int, *args: int) -> str | None:
+    """Fails as "already registered", and leaves nothing registered: the next
+    mapping may get the same address."""
+    assert REGISTER(address, *args) is None
+    failure = REGISTER(address, *args)
+    assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
+    return failure
 
 
 def test_failed_registration_leaves_no_error_behind(monkeypatch):

@@ -58,18 +58,27 @@ def main() -> None:
         **(tight if args.workload == "tight" else {}),
     )
     core = llm.llm_engine.engine_core.engine_core
+    if args.arena == "on":
+        from vllm.distributed.device_communicators import shm_tensor_arena
+
+        # The gauges are looked at in every step, however short it is.
+        shm_tensor_arena._GAUGES_INTERVAL_S = 0
     steps: list[dict[str, Any]] = []
+    seen: set[str] = set()
     schedule, scheduler = core.scheduler.schedule, core.scheduler
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         output = schedule(*args, **kwargs)
         arena = core.model_executor.get_tensor_arena()
         stats = arena.take_stats() if arena is not None else None
+        # The V2 model runner gets what resumes as it gets what is new.
+        new = [request.req_id for request in output.scheduled_new_reqs]
         steps.append(
             {
                 "running": len(scheduler.running),
                 "prefilling": sum(n > 1 for n in output.num_scheduled_tokens.values()),
-                "resumed": len(output.scheduled_cached_reqs.resumed_req_ids),
+                "resumed": len(output.scheduled_cached_reqs.resumed_req_ids)
+                + len(seen.intersection(new)),
                 "encoded": sum(map(len, output.scheduled_encoder_inputs.values())),
                 "preempted": sum(
                     r.num_preemptions for r in scheduler.requests.values()
@@ -77,6 +86,7 @@ def main() -> None:
                 "slots_in_use": stats["slots_in_use"] if stats else None,
             }
         )
+        seen.update(new)
         return output
 
     scheduler.schedule = recording
