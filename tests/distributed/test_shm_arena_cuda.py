@@ -100,11 +100,11 @@ def test_slot_is_not_reused_under_a_copy_in_flight(arenas, where: str):
     assert writer.write_tensor(patterned(MIB, 1)) == 0
 
 
-def register_twice(address: int, *args: int) -> str | None:
+def register_twice(address: int, nbytes: int, mode: int) -> str | None:
     """Fails as "already registered", and leaves nothing registered: the next
     mapping may get the same address."""
-    assert REGISTER(address, *args) is None
-    failure = REGISTER(address, *args)
+    assert REGISTER(address, nbytes, mode) is None
+    failure = REGISTER(address, nbytes, mode)
     assert int(torch.cuda.cudart().cudaHostUnregister(address)) == 0
     return failure
 

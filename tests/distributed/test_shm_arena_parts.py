@@ -350,7 +350,7 @@ def test_no_view_crosses_a_registration(
     """Every view lies inside one registration or in a mapping that has none."""
     registered: list[tuple[int, int]] = []
 
-    def register(address: int, nbytes: int) -> None:
+    def register(address: int, nbytes: int, mode: int) -> None:
         registered.append((address, address + nbytes))
 
     monkeypatch.setattr(pinning, "unpinnable_reason", lambda: None)
@@ -376,11 +376,33 @@ def test_no_view_crosses_a_registration(
     assert lengths == [4, 8, 12, 16]
 
 
+def test_what_the_device_refused_is_not_asked_again(
+    small_steps: None, monkeypatch: pytest.MonkeyPatch
+):
+    writable = 0
+    modes: list[int] = []
+
+    def register(address: int, nbytes: int, mode: int) -> str | None:
+        modes.append(mode)
+        return None if mode == writable else "error 801"
+
+    monkeypatch.setattr(pinning, "unpinnable_reason", lambda: None)
+    monkeypatch.setattr(pinning, "register_host_memory", register)
+    writer, (reader,) = make_arenas(n_slots=16)
+    writer.on_barrier()
+    reader.on_barrier()
+    assert writer.write_tensor(patterned(6 * MIB)) is not None
+    finish_preparing(writer)
+    reader.while_waiting(None)
+    assert len(modes) > 2
+    assert [mode == writable for mode in modes] == [False] + [True] * (len(modes) - 1)
+
+
 def test_a_registered_mapping_is_never_unmapped(monkeypatch: pytest.MonkeyPatch):
     addresses: list[int] = []
     monkeypatch.setattr(pinning, "unpinnable_reason", lambda: None)
     monkeypatch.setattr(
-        pinning, "register_host_memory", lambda address, _: addresses.append(address)
+        pinning, "register_host_memory", lambda address, *_: addresses.append(address)
     )
     writer, (reader,) = make_arenas()
     writer.on_barrier()

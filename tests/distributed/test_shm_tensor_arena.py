@@ -646,8 +646,8 @@ def test_device_that_cannot_pin_read_only_memory_pins_it_writable(
     monkeypatch.setattr(pinning.logger, "info", info)
     registered: list[tuple[int, int]] = []
 
-    def register(address: int, nbytes: int, flags: int = 8) -> str | None:
-        if flags == 8:
+    def register(address: int, nbytes: int, mode: int) -> str | None:
+        if mode == 8:
             return "error 801"
         registered.append((address, address + nbytes))
         return None

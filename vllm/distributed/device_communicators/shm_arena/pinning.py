@@ -52,9 +52,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def register_host_memory(
-    address: int, nbytes: int, flags: int = _REGISTER_READ_ONLY
-) -> str | None:
+def register_host_memory(address: int, nbytes: int, mode: int) -> str | None:
     """Pin `nbytes` bytes at `address`. Returns None, or why it failed."""
     from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
@@ -62,7 +60,7 @@ def register_host_memory(
         cudart = CudaRTLibrary()
     except (AssertionError, AttributeError, OSError) as e:
         return f"could not load the CUDA runtime: {e}"
-    code = cudart.cudaHostRegister(address, nbytes, flags)
+    code = cudart.cudaHostRegister(address, nbytes, mode)
     if code == 0:
         return None
     # A failure stays pending and would be raised by the next CUDA call, which
@@ -129,6 +127,10 @@ def record_event() -> Event | None:
     return event
 
 
+class _CannotPin(Exception):
+    """Says why."""
+
+
 class PinnedPrefixes:
     """A mapping of the segment of which a prefix is pinned, and its successors.
 
@@ -155,6 +157,9 @@ class PinnedPrefixes:
         self._segment = segment
         self._data_bytes = data_bytes
         self._newest: MappedBytes | None = None
+        # The device may not be able to pin what is read-only. A slow copy for
+        # every tensor costs more than the guard is worth.
+        self._modes = [_REGISTER_READ_ONLY, _REGISTER_WRITABLE]
         self.pinned_bytes = 0
         # Why there will be no further pinning, once that is known.
         self.failure: str | None = None
@@ -168,13 +173,10 @@ class PinnedPrefixes:
             return True
         if is_capturing():
             return False
-        self.failure = unpinnable_reason()
-        if self.failure is None:
-            try:
-                mapped = self._pin(nbytes)
-            except OSError as e:
-                self.failure = f"cannot map it once more: {e}"
-        if self.failure is not None:
+        try:
+            mapped = self._pin(nbytes)
+        except _CannotPin as e:
+            self.failure = str(e)
             # The writer's line at the start tells of a first step that failed.
             log = logger.info if self.pinned_bytes else logger.debug
             log(
@@ -191,23 +193,37 @@ class PinnedPrefixes:
         return True
 
     def _pin(self, nbytes: int) -> MappedBytes:
-        mapped = MappedBytes(self._segment.map(self._data_bytes, read_only=True))
-        self.failure = register_host_memory(mapped.address, nbytes)
-        if self.failure is not None:
-            # The device may not be able to pin what is read-only. A slow copy
-            # for every tensor costs more than the guard is worth.
-            reason = self.failure
-            mapped = MappedBytes(self._segment.map(self._data_bytes))
-            self.failure = register_host_memory(
-                mapped.address, nbytes, _REGISTER_WRITABLE
-            )
-            if self.failure is None and self._newest is None:
-                logger.info(
-                    "Shm tensor arena: pinned writable (read-only: %s); an in-place "
-                    "operation on a received tensor would change other workers' too",
-                    reason,
+        """Map the segment anew and pin its first `nbytes` bytes. The mode that
+        works first is the only one for the steps that follow.
+
+        Raises:
+            _CannotPin: None works.
+
+        """
+        if (reason := unpinnable_reason()) is not None:
+            raise _CannotPin(reason)
+        failures: list[str] = []
+        for mode in self._modes:
+            read_only = mode == _REGISTER_READ_ONLY
+            try:
+                mapped = MappedBytes(
+                    self._segment.map(self._data_bytes, read_only=read_only)
                 )
-        return mapped
+            except OSError as e:
+                raise _CannotPin(f"cannot map it once more: {e}") from e
+            failure = register_host_memory(mapped.address, nbytes, mode)
+            if failure is None:
+                self._modes = [mode]
+                if failures:
+                    logger.info(
+                        "Shm tensor arena: pinned writable (read-only: %s); an "
+                        "in-place operation on a received tensor would change "
+                        "other workers' too",
+                        failures[0],
+                    )
+                return mapped
+            failures.append(failure)
+        raise _CannotPin(failures[-1])
 
     def mapping_for(self, end: int) -> MappedBytes | None:
         """A mapping whose pinned prefix reaches byte `end`, or None."""
