@@ -11,14 +11,18 @@ import argparse
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
 from stack import base_tree, fetch, target, upstream_tests
 from stack.errors import StackError
@@ -106,10 +110,35 @@ def sort_arguments(
     return args
 
 
+@contextmanager
+def ending_together(process: subprocess.Popen) -> Iterator[None]:
+    """While in it, a signal to end also ends the process, a pytest, which then ends
+    what its tests have started; it does so for SIGINT."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+    def end(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            # It inherits that SIGINT is ignored, as in the background of a shell.
+            process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
+        # Else from a terminal, which has sent it to both.
+        sys.exit(128 + number)
+
+    numbers = [signal.SIGTERM, *([] if ignored else [signal.SIGINT])]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        with process:  # waits at the end
+            yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def pytest(folder: Path, args: list[str], report: Path) -> tuple[int, Counter]:
     """Run pytest in the folder; return its exit code and the outcomes."""
     command = [sys.executable, "-m", "pytest", "-rs", f"--junitxml={report}", *args]
-    code = subprocess.run(command, cwd=folder).returncode
+    process = subprocess.Popen(command, cwd=folder)
+    with ending_together(process):
+        code = process.wait()
     if code in (PASSED, 1, NOTHING_RAN) and report.exists():
         return code, outcomes(report)
     if code == PASSED:  # told something, such as its version
@@ -137,7 +166,9 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
     tree.use()
     base = tree.base
     upstream = upstream_tests.unpacked(
-        base, fetch.fetch(base.sdist), ROOT / "build" / "upstream-tests"
+        base,
+        fetch.fetch(base.sdist),
+        ROOT / "build" / "upstream-tests" / base.version,
     )
     selection = tomllib.loads(SELECTION.read_text())
     args = sort_arguments(argv, ROOT, upstream, folder)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import math
+import os
 import runpy
 import shutil
+import signal
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -126,6 +129,46 @@ def test_a_pytest_that_only_tells_something_is_none(runner, tmp_path):
     found = runner["pytest"](tmp_path, ["--version"], tmp_path / "report.xml")
 
     assert found == (0, Counter())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_pytest_and_what_its_tests_have_started(number, tmp_path):
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib, pytest, signal\n"
+        "@pytest.fixture\n"
+        "def server():\n"
+        "    yield\n"
+        "    pathlib.Path('ended').touch()\n"
+        "def test_it(server, capfd):\n"
+        "    with capfd.disabled():\n"
+        "        print('up', flush=True)\n"
+        "    signal.pause()\n"
+    )
+    program = (
+        "import pathlib, run_tests, signal\n"
+        # As a shell does not leave it in the background.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "folder = pathlib.Path.cwd()\n"
+        "run_tests.pytest(folder, ['-q', 'test_it.py'], folder / 'report.xml')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "scripts")},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert any(line.endswith("up\n") for line in process.stdout)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)
+        else:
+            process.send_signal(number)
+        # Until every process that holds it has ended.
+        process.stdout.read()
+
+    assert process.returncode == 128 + number
+    assert (tmp_path / "ended").exists()
 
 
 def test_help_needs_no_environment(tmp_path):
