@@ -4,7 +4,12 @@
 
 `BaseMultiModalField.reduce_data` joins the tensors of several items on the CPU,
 in new pinned memory, and copies the outcome to the device. Where the tensors lie
-in pinned memory already, each can be copied to its place on the device instead.
+in pinned memory already, as what comes through the tensor arena does, each can be
+copied to its place on the device instead. What is not pinned among them is copied to
+pinned memory first, alone.
+
+Left to `reduce_data`: a batch of which nothing is pinned, small pieces, dtypes to
+convert, fields with a merge of their own, and what stays on the CPU.
 """
 
 import math
