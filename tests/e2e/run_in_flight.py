@@ -32,13 +32,23 @@ TIGHT_BLOCKS = 170
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("workload", choices=["roomy", "tight"])
+    parser.add_argument("workload", choices=["roomy", "tight", "speculative"])
     parser.add_argument("--arena", choices=["on", "off"], required=True)
     parser.add_argument("--report", type=Path, required=True)
     args = parser.parse_args()
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    tight = {"num_gpu_blocks_override": TIGHT_BLOCKS}
+    options: dict[str, Any] = {}
+    if args.workload != "roomy":
+        options["num_gpu_blocks_override"] = TIGHT_BLOCKS
+    if args.workload == "speculative":
+        # Random weights repeat themselves soon, so that drafts are accepted, too.
+        options["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_max": 3,
+            "prompt_lookup_min": 1,
+        }
     llm = LLM(
         model=str(tiny_qwen2_vl()),
         limit_mm_per_prompt={"image": 1, "video": 0},
@@ -55,7 +65,7 @@ def main() -> None:
         distributed_executor_backend="mp",
         enforce_eager=True,
         enable_prefix_caching=False,
-        **(tight if args.workload == "tight" else {}),
+        **options,
     )
     core = llm.llm_engine.engine_core.engine_core
     if args.arena == "on":
@@ -79,6 +89,7 @@ def main() -> None:
                 "prefilling": sum(n > 1 for n in output.num_scheduled_tokens.values()),
                 "resumed": len(output.scheduled_cached_reqs.resumed_req_ids)
                 + len(seen.intersection(new)),
+                "drafted": sum(map(len, output.scheduled_spec_decode_tokens.values())),
                 "encoded": sum(map(len, output.scheduled_encoder_inputs.values())),
                 "preempted": sum(
                     r.num_preemptions for r in scheduler.requests.values()

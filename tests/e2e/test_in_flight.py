@@ -30,6 +30,12 @@ def tight_off(run):
     return run("tight", "off")
 
 
+@pytest.fixture(scope="module")
+def speculative(run):
+    """As `tight`, with draft tokens."""
+    return run("speculative", "on")
+
+
 def steps(engine, **wanted) -> list:
     return [
         step
@@ -71,10 +77,20 @@ def test_requests_are_preempted_and_their_images_encoded_again(tight, tight_off)
     ]
 
 
-def test_a_preempted_request_gets_its_image_again(tight):
-    sent = tight.report["requests"] + total(tight, "resumed")
-    assert tight.traffic.diverted == [tight.report["image_bytes"]] * sent
-    assert tight.traffic.declined == []
+@pytest.mark.parametrize("engine", ["tight", "speculative"])
+def test_a_preempted_request_gets_its_image_again(engine, request):
+    engine = request.getfixturevalue(engine)
+    assert total(engine, "resumed") > 0
+    sent = engine.report["requests"] + total(engine, "resumed")
+    assert engine.traffic.diverted == [engine.report["image_bytes"]] * sent
+    assert engine.traffic.declined == []
+
+
+def test_same_tokens_with_drafts_that_are_rejected(speculative, tight_off):
+    drafted, steps = total(speculative, "drafted"), len(speculative.report["steps"])
+    accepted = len(tight_off.report["steps"]) - steps
+    assert 0 < accepted < drafted
+    assert speculative.report["tokens"] == tight_off.report["tokens"]
 
 
 def test_same_tokens_as_without_the_flag(tight, tight_off):
@@ -93,6 +109,6 @@ def test_what_drops_them_is_imported_only_with_the_flag(tight, tight_off):
     assert not is_imported(tight_off.log)
 
 
-@pytest.mark.parametrize("arm", ["roomy", "tight", "tight_off"])
+@pytest.mark.parametrize("arm", ["roomy", "tight", "tight_off", "speculative"])
 def test_nothing_is_left_in_dev_shm(arm, request):
     assert request.getfixturevalue(arm).leftovers == []
