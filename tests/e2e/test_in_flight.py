@@ -36,6 +36,11 @@ def speculative(run):
     return run("speculative", "on")
 
 
+@pytest.fixture(scope="module")
+def speculative_off(run):
+    return run("speculative", "off")
+
+
 def steps(engine, **wanted) -> list:
     return [
         step
@@ -67,35 +72,39 @@ def test_no_slot_is_held_while_all_requests_decode(roomy):
     assert max(slots_in_use(roomy.report["steps"])) > 0
 
 
-def test_requests_are_preempted_and_their_images_encoded_again(tight, tight_off):
+@pytest.fixture(params=["tight", "speculative"])
+def preempted(request):
+    """An engine of which requests are preempted, with the flag on, and off."""
+    name = request.param
+    return request.getfixturevalue(name), request.getfixturevalue(f"{name}_off")
+
+
+def test_requests_are_preempted_and_their_images_encoded_again(preempted):
     """Else the tests below show nothing."""
-    assert total(tight, "resumed") > 0
-    assert total(tight, "encoded") > tight.report["requests"]
-    keys = ("running", "resumed", "encoded", "preempted")
-    assert [[step[key] for key in keys] for step in tight.report["steps"]] == [
-        [step[key] for key in keys] for step in tight_off.report["steps"]
+    on, off = preempted
+    assert total(on, "resumed") > 0
+    assert total(on, "encoded") > on.report["requests"]
+    keys = ("running", "resumed", "drafted", "encoded", "preempted")
+    assert [[step[key] for key in keys] for step in on.report["steps"]] == [
+        [step[key] for key in keys] for step in off.report["steps"]
     ]
 
 
-@pytest.mark.parametrize("engine", ["tight", "speculative"])
-def test_a_preempted_request_gets_its_image_again(engine, request):
-    engine = request.getfixturevalue(engine)
-    assert total(engine, "resumed") > 0
-    sent = engine.report["requests"] + total(engine, "resumed")
-    assert engine.traffic.diverted == [engine.report["image_bytes"]] * sent
-    assert engine.traffic.declined == []
+def test_only_one_of_them_drafts(tight, speculative):
+    assert total(tight, "drafted") == 0 < total(speculative, "drafted")
 
 
-def test_same_tokens_with_drafts_that_are_rejected(speculative, tight_off):
-    drafted, steps = total(speculative, "drafted"), len(speculative.report["steps"])
-    accepted = len(tight_off.report["steps"]) - steps
-    assert 0 < accepted < drafted
-    assert speculative.report["tokens"] == tight_off.report["tokens"]
+def test_a_preempted_request_gets_its_image_again(preempted):
+    on, _ = preempted
+    sent = on.report["requests"] + total(on, "resumed")
+    assert on.traffic.diverted == [on.report["image_bytes"]] * sent
+    assert on.traffic.declined == []
 
 
-def test_same_tokens_as_without_the_flag(tight, tight_off):
-    assert tight.report["tokens"] == tight_off.report["tokens"]
-    assert len(set(map(tuple, tight.report["tokens"]))) > 1
+def test_same_tokens_as_without_the_flag(preempted):
+    on, off = preempted
+    assert on.report["tokens"] == off.report["tokens"]
+    assert len(set(map(tuple, on.report["tokens"]))) > 1
 
 
 def test_what_drops_them_is_imported_only_with_the_flag(tight, tight_off):
@@ -109,6 +118,8 @@ def test_what_drops_them_is_imported_only_with_the_flag(tight, tight_off):
     assert not is_imported(tight_off.log)
 
 
-@pytest.mark.parametrize("arm", ["roomy", "tight", "tight_off", "speculative"])
+@pytest.mark.parametrize(
+    "arm", ["roomy", "tight", "tight_off", "speculative", "speculative_off"]
+)
 def test_nothing_is_left_in_dev_shm(arm, request):
     assert request.getfixturevalue(arm).leftovers == []
