@@ -7,6 +7,7 @@ sizes of the tensors that travel) and almost none of their arithmetic, so that
 what is left to see is the way of the tensors.
 """
 
+import functools
 import hashlib
 import os
 import shutil
@@ -65,9 +66,11 @@ CHAT_TEMPLATE = """\
 """
 
 
-def tiny_qwen2_vl() -> Path:
-    """The folder of a Qwen2-VL with 1 vision layer and 2 text layers."""
-    return _cached("qwen2-vl", _make_qwen2_vl)
+def tiny_qwen2_vl(n_heads: int = 2) -> Path:
+    """The folder of a Qwen2-VL with 1 vision layer and 2 text layers, for up to
+    `n_heads` tensor-parallel workers."""
+    name = "qwen2-vl" if n_heads == 2 else f"qwen2-vl-{n_heads}-heads"
+    return _cached(name, functools.partial(_make_qwen2_vl, n_heads))
 
 
 def pixel_bytes(model: Path, edge: int) -> int:
@@ -107,7 +110,7 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _make_qwen2_vl(folder: Path) -> None:
+def _make_qwen2_vl(n_heads: int, folder: Path) -> None:
     tokenizer = _byte_level_tokenizer()
     size = {"shortest_edge": 56 * 56, "longest_edge": MAX_IMAGE_PIXELS}
     Qwen2VLProcessor(
@@ -119,7 +122,7 @@ def _make_qwen2_vl(folder: Path) -> None:
     token_id = tokenizer.convert_tokens_to_ids
     config = Qwen2VLConfig(
         text_config={
-            **_text_sizes(tokenizer, hidden_size=64),
+            **_text_sizes(tokenizer, hidden_size=32 * n_heads),
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e6,
@@ -129,10 +132,10 @@ def _make_qwen2_vl(folder: Path) -> None:
         },
         vision_config={
             "depth": 1,
-            "embed_dim": 32,
-            "num_heads": 2,
+            "embed_dim": 16 * n_heads,
+            "num_heads": n_heads,
             "mlp_ratio": 2,
-            "hidden_size": 64,
+            "hidden_size": 32 * n_heads,
             "patch_size": PATCH_SIZE,
         },
         image_token_id=token_id("<|image_pad|>"),

@@ -23,9 +23,9 @@ CHUNK_TOKENS = 1024
 EMBEDS_TOKENS = 6000
 
 
-def images() -> tuple[dict[str, Any], list[Any]]:
+def images(n_workers: int) -> tuple[dict[str, Any], list[Any]]:
     """A prompt with one photograph, one with two."""
-    model = tiny_qwen2_vl()
+    model = tiny_qwen2_vl(max(2, n_workers))
     options = {
         "model": str(model),
         "limit_mm_per_prompt": {"image": 2, "video": 0},
@@ -64,13 +64,16 @@ def main() -> None:
     parser.add_argument("workload", choices=["images", "prompt_embeds"])
     parser.add_argument("--arena", choices=["on", "off"], required=True)
     parser.add_argument("--report", type=Path, required=True)
+    # More than worker_count() needs one CPU each in VLLM_CPU_OMP_THREADS_BIND.
+    parser.add_argument("--workers", type=int, default=worker_count())
     args = parser.parse_args()
 
-    options, prompts = images() if args.workload == "images" else prompt_embeds()
+    images_wanted = args.workload == "images"
+    options, prompts = images(args.workers) if images_wanted else prompt_embeds()
     llm = LLM(
         **options,
         enable_shm_tensor_arena=args.arena == "on",
-        tensor_parallel_size=worker_count(),
+        tensor_parallel_size=args.workers,
         distributed_executor_backend="mp",
         enforce_eager=True,
         enable_prefix_caching=False,
