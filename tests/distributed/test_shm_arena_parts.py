@@ -7,7 +7,9 @@ import errno
 import mmap
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -22,9 +24,13 @@ from vllm.distributed.device_communicators.shm_arena import (
     copy_pool,
     pinning,
 )
+from vllm.distributed.device_communicators.shm_arena.backing import PageBacking
 from vllm.distributed.device_communicators.shm_arena.copy_pool import CopyPool
 from vllm.distributed.device_communicators.shm_arena.slots import SlotBook
 from vllm.distributed.device_communicators.shm_tensor_arena import ShmTensorArena
+
+# Seconds, on a busy machine.
+TIMEOUT = 20
 
 # ---- Slots ------------------------------------------------------------------
 
@@ -338,6 +344,67 @@ def test_no_room_to_prepare_is_not_fatal(
         m.setattr(os, "posix_fallocate", full)
         writer.on_barrier()
     assert writer.write_tensor(patterned(2 * MIB)) == 0
+    del reader
+
+
+def test_preparation_that_finds_no_room_is_tried_again_later(
+    small_steps: None, monkeypatch: pytest.MonkeyPatch
+):
+    """The first step at the barrier, and a later one; no thread for each tensor."""
+    now, room = [100.0], [0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(backing, "time", clock)
+    monkeypatch.setattr(
+        backing, "memory_room", lambda: backing._CGROUP_RESERVE_BYTES + room[0]
+    )
+    prepare = PageBacking._prepare_next_step
+    tries = []
+    monkeypatch.setattr(
+        PageBacking,
+        "_prepare_next_step",
+        lambda self: [tries.append(now[0]), prepare(self)],
+    )
+    writer, (reader,) = make_arenas(n_slots=16)
+    writer.on_barrier()
+
+    room[0] = MIB  # for a tensor, not for a step
+    assert writer.write_tensor(patterned(MIB)) == 0
+    assert tries == [100]
+    for now[0] in (106, 107, 108):
+        assert writer.write_tensor(patterned(MIB)) is not None
+        finish_preparing(writer)
+    assert tries == [100, 106]
+    room[0], now[0] = 8 * MIB, 112
+    assert writer.write_tensor(patterned(MIB)) == 4
+    finish_preparing(writer)
+    assert tries == [100, 106, 112]
+    assert resident_mib(writer) == 5 and writer._flags.prepared_steps == 1
+    del reader
+
+
+def test_what_has_pages_waits_for_nobody_who_takes_some(
+    small_steps: None, monkeypatch: pytest.MonkeyPatch
+):
+    writer, (reader,) = make_arenas(n_slots=16)
+    writer.on_barrier()
+    begun, go_on = threading.Event(), threading.Event()
+    take = os.posix_fallocate
+
+    def slow(*args: int) -> None:
+        begun.set()
+        assert go_on.wait(2 * TIMEOUT)
+        take(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    assert writer.write_tensor(patterned(3 * MIB)) == 0
+    assert begun.wait(TIMEOUT)
+    with ThreadPoolExecutor(1) as thread:
+        written = thread.submit(writer.write_tensor, patterned(MIB))
+        try:
+            assert written.result(TIMEOUT) == 3
+        finally:
+            go_on.set()
+    finish_preparing(writer)
     del reader
 
 

@@ -464,21 +464,6 @@ def test_queue_without_the_flag_has_no_arena():
     assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
 
 
-def test_two_threads_that_enqueue_lose_no_slot():
-    """A queue is not for two writers at once; its arena must not mind."""
-    writer, _ = make_queues(max_chunk_bytes=MIB)
-
-    def fail_to_send() -> None:
-        for _ in range(10):
-            with pytest.raises((AttributeError, TypeError, ValueError)):
-                writer.enqueue([patterned(BIG), threading.Lock()])
-
-    with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(fail_to_send) for _ in range(2)]:
-            done.result(TIMEOUT)
-    assert free_slots(writer.tensor_arena) == N_SLOTS
-
-
 def in_another_thread(call: Callable[[], None]) -> Any:
     """An object that has another thread make the call when it is pickled."""
 

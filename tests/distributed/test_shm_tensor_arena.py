@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -482,6 +484,33 @@ class FakeEvent:
         return self.done
 
 
+def test_two_threads_that_write_share_no_slot(monkeypatch: pytest.MonkeyPatch):
+    """One comes while the other has seen which runs are done with, and has not
+    freed them."""
+    writer, (reader,) = make_arenas(n_slots=2)
+    slot = writer.write_tensor(patterned(1000))
+    reader.get_tensor(slot, 1000, torch.uint8, (1000,))
+    reader.flush_releases()
+    look = writer._flags.done_slots
+    slots: list[int | None] = []
+
+    def write() -> None:
+        slots.append(writer.write_tensor(patterned(1000)))
+
+    def interrupted() -> list[int]:
+        monkeypatch.undo()
+        done = look()
+        # Ends here only if nothing keeps it from coming between.
+        with suppress(TimeoutError):
+            threads.submit(write).result(0.2)
+        return done
+
+    with ThreadPoolExecutor(1) as threads:
+        monkeypatch.setattr(writer._flags, "done_slots", interrupted)
+        write()
+    assert sorted(slots) == [0, 1]
+
+
 @pytest.fixture
 def fake_device(monkeypatch: pytest.MonkeyPatch) -> list[FakeEvent]:
     """A device that pins everything; its events, in the order of recording."""
@@ -549,6 +578,21 @@ def test_slot_that_is_viewed_again_is_not_released_by_an_earlier_event(
     fake_device[1].done = True
     reader.flush_releases()
     assert free_slots(writer) == 1
+
+
+def test_slot_that_is_viewed_twice_waits_for_both_events(
+    fake_device: list[FakeEvent],
+):
+    writer, reader = arenas_past_barrier()
+    message = dumps(writer, patterned(1000))
+    for _ in range(2):
+        loads(reader, message)
+        reader.flush_releases()
+    for event in fake_device:
+        assert free_slots(writer) == 0
+        event.done = True
+        reader.flush_releases()
+    assert len(fake_device) == 2 and free_slots(writer) == 1
 
 
 def test_event_that_cannot_be_recorded_is_recorded_later(

@@ -16,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import IO, Any
 
 import numpy as np
@@ -63,8 +62,6 @@ _RELEASE_POLL_MS = 25
 # While slots are held and nothing is diverted, stats are made this often and not
 # for every step of decoding: looking at all slots takes some 40 us.
 _GAUGES_INTERVAL_S = 0.1
-
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
 
 # Arenas that this process reads, by segment name. Weak: an arena lives as long
 # as its queue.
@@ -183,6 +180,8 @@ class ShmTensorArena:
         )
         self._prefixes = PinnedPrefixes(self._segment, self._layout.data_bytes)
         self._pinned_steps = 0
+        # How much of what is prepared and not pinned has been touched.
+        self._populated_bytes = 0
         _TENSOR_ARENAS[self.shared_memory.name] = self
         self._flags.attach(self._reader_rank)
 
@@ -194,9 +193,8 @@ class ShmTensorArena:
         None: the writer then sends nothing through it. Called by the reader,
         before it subscribes to the queue."""
         try:
-            if not isinstance(handle, tuple) or len(handle) != 4:
-                raise ValueError(f"{handle!r} is not an arena's handle")
-            return cls(*handle[:3], name=handle[3], reader_rank=reader_rank)
+            n_reader, slot_bytes, n_slots, name = handle
+            return cls(n_reader, slot_bytes, n_slots, name, reader_rank)
         except (OSError, RuntimeError, TypeError, ValueError) as e:
             logger.warning(
                 "Reader %d could not open the shm tensor arena: %s", reader_rank, e
@@ -539,10 +537,10 @@ class ShmTensorArena:
             self._prefixes.failure,
         )
         if self._prefixes.pinned_bytes < prepared:
-            # Pinning would have mapped the pages; without it the first look at
-            # each costs a fault. Before Linux 5.14 it still does.
-            with suppress(OSError):
-                self._mapped.mapping.madvise(_MADV_POPULATE_READ, 0, prepared)
+            # Pinning would have mapped the pages.
+            new = prepared - self._populated_bytes
+            self._mapped.populate(self._populated_bytes, new, write=False)
+            self._populated_bytes = prepared
 
 
 def _close(before: list[Callable[[], None]], segment: ArenaSegment) -> None:

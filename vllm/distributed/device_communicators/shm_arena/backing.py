@@ -2,9 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Taking /dev/shm pages for slots, before use and ahead of use (writer)."""
 
-import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -33,12 +33,9 @@ _PREPARE_CHUNK_BYTES = 32 << 20
 # Left free under a cgroup's memory limit: going over it is an OOM kill that no
 # error code announces.
 _CGROUP_RESERVE_BYTES = 256 << 20
-
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module
-
-# mmap.madvise would hold the GIL throughout.
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+# Where there was no room for a step, each large tensor would start another thread
+# to find none.
+_RETRY_S = 5.0
 
 
 class PageBacking:
@@ -76,12 +73,18 @@ class PageBacking:
         self._prepared_steps = 0
         self._prepared_slots = 0
         self._thread: threading.Thread | None = None
+        # When a step may be begun: not before the barrier, nor just after one
+        # that found no room.
+        self._not_before = float("inf")
         self._warned = False
 
     def take(self, first: int, n: int) -> bool:
         """Take pages for slots `first` to `first + n`. False if /dev/shm or the
         memory cgroup has no room for them."""
         end = first + n
+        # Without the lock, behind which somebody else may be taking pages.
+        if not self._stopped and self._backed.find(0, first, end) == -1:
+            return True
         with self._lock:
             if self._stopped:
                 return False
@@ -110,6 +113,7 @@ class PageBacking:
     def prepare_first_step(self) -> None:
         """Prepare the first step, in the calling thread. Called once, at the
         barrier: before it nothing large may be taken."""
+        self._not_before = 0.0
         self._prepare_next_step()
 
     def prepare_ahead(self, high_slot: int, peak_slots: int) -> None:
@@ -123,25 +127,35 @@ class PageBacking:
                 live runs are scattered, the highest slot says little.
 
         """
+        # Not waited for: who holds it is taking pages, and the next tensor asks
+        # again.
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            is_preparing = self._thread is not None and self._thread.is_alive()
+            if not is_preparing and self._is_step_due(high_slot, peak_slots):
+                self._thread = threading.Thread(
+                    target=self._prepare_next_step,
+                    daemon=True,
+                    name="ShmTensorArenaPrepare",
+                )
+                # No more threads, or the interpreter is ending.
+                with suppress(RuntimeError):
+                    self._thread.start()
+        finally:
+            self._lock.release()
+
+    def _is_step_due(self, high_slot: int, peak_slots: int) -> bool:
         offset = self._layout.offset
         ahead = offset(self._prepared_slots - high_slot)
         bound = cdiv(offset(peak_slots), PREPARE_STEP_BYTES) + 1
         resident = offset(self._backed.count(1)) + PREPARE_STEP_BYTES
-        if (
-            0 < self._prepared_slots < self._layout.n_slots
+        return (
+            self._prepared_slots < self._layout.n_slots
             and ahead < _PREPARE_AHEAD_BYTES
             and resident <= bound * PREPARE_STEP_BYTES
-        ):
-            with self._lock:
-                if self._thread is None or not self._thread.is_alive():
-                    self._thread = threading.Thread(
-                        target=self._prepare_next_step,
-                        daemon=True,
-                        name="ShmTensorArenaPrepare",
-                    )
-                    # No more threads, or the interpreter is ending.
-                    with suppress(RuntimeError):
-                        self._thread.start()
+            and time.monotonic() >= self._not_before
+        )
 
     def _prepare_next_step(self) -> None:
         stride = self._layout.slot_stride
@@ -153,6 +167,7 @@ class PageBacking:
         for first in range(self._prepared_slots, end, per_chunk):
             n = min(per_chunk, end - first)
             if not self.take(first, n):
+                self._not_before = time.monotonic() + _RETRY_S
                 if not self._stopped and not self._warned:
                     self._warned = True
                     logger.warning(
@@ -171,13 +186,10 @@ class PageBacking:
                 self._on_prepared(self._prepared_steps)
 
     def _touch(self, offset: int, nbytes: int) -> None:
-        # Changes no byte, so slots in this range may be in use. Where the
-        # kernel lacks it, the pages are taken all the same and only the
-        # mapping's entries are left to the first copy.
-        base = self._mapped.address + offset
+        # Changes no byte, so slots in this range may be in use.
         self._pool.for_each_chunk(
             nbytes,
-            lambda start, size: _libc.madvise(base + start, size, _MADV_POPULATE_WRITE),
+            lambda start, size: self._mapped.populate(offset + start, size, write=True),
         )
 
     def stop(self) -> None:

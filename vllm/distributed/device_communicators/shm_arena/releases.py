@@ -39,6 +39,8 @@ class SlotReleases:
         # recorded for, and the others behind the event they wait for.
         self._unrecorded: list[int] = []
         self._in_flight: deque[tuple[pinning.Event, list[int]]] = deque()
+        # Slot -> how often it is in these two.
+        self._unfinished: Counter[int] = Counter()
         # Slot -> storages over it that live. A message that is loaded twice
         # makes two.
         self._viewed: Counter[int] = Counter()
@@ -100,7 +102,8 @@ class SlotReleases:
             if slot in self._pinned:
                 self._pinned.remove(slot)
                 self._unrecorded.append(slot)
-            else:
+                self._unfinished[slot] += 1
+            elif slot not in self._unfinished:
                 self._set_done(slot)
         # Kept if recording fails or raises: a slot must not be lost, nor
         # reused under a copy.
@@ -109,5 +112,8 @@ class SlotReleases:
             self._unrecorded = []
         while self._in_flight and self._in_flight[0][0].query():
             for slot in self._in_flight.popleft()[1]:
-                if slot not in self._viewed:
-                    self._set_done(slot)
+                self._unfinished[slot] -= 1
+                if self._unfinished[slot] == 0:
+                    del self._unfinished[slot]
+                    if slot not in self._viewed:
+                        self._set_done(slot)

@@ -21,6 +21,14 @@ from vllm.distributed.device_communicators.shm_broadcast import (
 
 _NAME_PREFIX = "vllm_arena_"
 
+# Linux 5.14; not in the mmap module.
+_MADV_POPULATE_READ = 22
+_MADV_POPULATE_WRITE = 23
+
+# mmap.madvise would hold the GIL throughout.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 
 class _SharedMemory(shared_memory.SharedMemory):
     """Goes quietly: at the end of the interpreter, views of `buf` that nobody has
@@ -59,6 +67,12 @@ class MappedBytes:
         self.buffer = (ctypes.c_uint8 * len(mapping)).from_address(self.address)
         # A view holds the buffer and nothing else.
         self.buffer.mapping = mapping  # type: ignore[attr-defined]
+
+    def populate(self, offset: int, nbytes: int, write: bool) -> None:
+        """Touch the pages of a range, which changes no byte. Where the kernel
+        cannot, the first access to each does it at the cost of a fault."""
+        advice = _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ
+        _libc.madvise(self.address + offset, nbytes, advice)
 
 
 class ArenaSegment:
@@ -136,8 +150,6 @@ class ArenaSegment:
         Touching a page that a full tmpfs has not got is SIGBUS, so whatever is
         touched must be taken here before.
         """
-        if self.fd < 0:
-            return False  # closed while pages were prepared
         try:
             os.posix_fallocate(self.fd, offset, nbytes)
         except OSError as e:
