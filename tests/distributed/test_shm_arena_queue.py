@@ -373,6 +373,19 @@ def test_reader_opens_the_arena_before_it_subscribes(monkeypatch):
 # ---- Readers that cannot, and queues that have none -------------------------
 
 
+def test_start_that_finds_no_room_leaves_no_socket(monkeypatch):
+    """An open one would keep its context, and a collection, from ending."""
+    error = RuntimeError("no room in /dev/shm")
+    monkeypatch.setattr(
+        shm_tensor_arena, "ShmTensorArena", mock.Mock(side_effect=error)
+    )
+    context = mock.Mock(wraps=shm_broadcast.Context)
+    monkeypatch.setattr(shm_broadcast, "Context", context)
+    with pytest.raises(RuntimeError, match="no room"):
+        MessageQueue(1, 1, enable_shm_tensor_arena=True)
+    context.assert_not_called()
+
+
 def test_reader_that_cannot_open_the_arena_gets_everything(monkeypatch):
     warning = mock.Mock()
     monkeypatch.setattr(shm_tensor_arena.logger, "warning", warning)

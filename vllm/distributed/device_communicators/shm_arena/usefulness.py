@@ -78,6 +78,8 @@ def _takes_multimodal(model_config: "ModelConfig") -> bool:
 
     try:
         info = MULTIMODAL_REGISTRY.get_processing_info(model_config)
-    except ValueError:
-        return True  # no processor: a part of a model, such as its language model
+    except Exception:
+        # No processor (a part of a model, such as its language model), or one that
+        # cannot be made now. Whatever it is, no warning ends a start.
+        return True
     return any(info.allowed_mm_limits.values())
