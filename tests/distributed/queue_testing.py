@@ -32,7 +32,10 @@ def close_queues() -> None:
     hang when it is collected: its zmq context waits for sockets that are
     collected after it."""
     for queue in [o for o in gc.get_objects() if type(o) is MessageQueue]:
-        (queue.local_socket or queue.remote_socket).context.destroy(linger=0)
+        # One that could not be made has none.
+        sockets = [vars(queue).get(f"{where}_socket") for where in ("local", "remote")]
+        for socket in filter(None, sockets):
+            socket.context.destroy(linger=0)
 
 
 def pass_barrier(writer: MessageQueue, readers: list[MessageQueue]) -> None:
