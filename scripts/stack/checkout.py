@@ -220,6 +220,10 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
     files = _changed_overlay(git, overlay)
     if not force:
         _refuse_to_overwrite(git, base, patches, files, overlay.root)
+    # What a patch has brought so far, and the overlay now owns, is in no file yet.
+    for path in series.touched(series.load(base.patches)):
+        if overlay.owner(path) and not (overlay.root / path).exists():
+            files.setdefault(path, _read(git.folder / path))
     removed = [
         f"patches/{base.version}/{path.name}"
         for path in sorted(base.patches.glob("*.patch"))
@@ -230,7 +234,7 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
         for path, data in files.items()
         if data is None and (overlay.root / path).exists()
     ]
-    kept = {path: _keep(overlay.root, path) for path in removed}
+    kept = {path: keep(overlay.root, path) for path in removed}
     replace_patches(base.patches, patches, series.source(base.patches))
     for path, data in files.items():
         write(overlay.root / path, data)
@@ -239,7 +243,7 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
     return Exported(list(patches), kept)
 
 
-def _keep(root: Path, path: str) -> Path:
+def keep(root: Path, path: str) -> Path:
     """Copy a file that is about to go: it may be in no commit of the repository.
 
     To git a commit dropped on purpose and one that a `reset` lost look the same.

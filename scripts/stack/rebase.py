@@ -64,6 +64,8 @@ class State:
     steps: list[Step]
     head: str
     """The result of the last step that is done."""
+    ported: str
+    """The hash of the stack that the release has already, or ""."""
     stopped: bool = False
     """Whether the first step waits for the user."""
     dropped: list[str] = field(default_factory=list)
@@ -234,6 +236,17 @@ def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[st
         return problems
     if not _holds(state.target.patches, patches, state.source):
         _refuse_dirty(root, state.target.patches)
+        if _hash(state.target.patches) != state.ported:
+            raise StackError(
+                f"patches/{state.target.version} has changed since the rebase began, "
+                "and its result would undo that: `scripts/fork rebase --abort`, and "
+                "begin anew."
+            )
+        for name in sorted(p.name for p in state.target.patches.glob("*.patch")):
+            if name not in patches:
+                path = f"patches/{state.target.version}/{name}"
+                copy = checkout.keep(root, path)
+                print(f"removed {path}; a copy is kept in {copy}")
         checkout.replace_patches(state.target.patches, patches, state.source)
     # Last: a base without its patches would trouble every verb.
     if state.target.version not in pins.versions(root):
@@ -361,7 +374,12 @@ def _prepare(root: Path, git: Git, source: Base, target: Base) -> State:
         target,
         steps,
         head=commits["ported"][0],
+        ported=_hash(target.patches),
     )
+
+
+def _hash(folder: Path) -> str:
+    return series.stack_hash(series.load(folder)) if folder.is_dir() else ""
 
 
 def _commits(
@@ -474,8 +492,9 @@ def _merge(git: Git, state: State, step: Step) -> None:
         state.stopped = True
         try:
             git("cherry-pick", "--no-commit", pick, env=checkout.TOOL)
-        except StackError:
-            if not _unmerged(git) and not git.get("diff", "--cached", "--name-only"):
+        except StackError as e:
+            # Also where a conflict that was solved before leaves nothing to do.
+            if "could not apply" not in str(e):
                 raise
         state.save(git)
 

@@ -318,6 +318,20 @@ def test_our_files_come_back_as_they_were_changed(project, with_overlay):
     assert patch_files(project.base) == before
 
 
+def test_a_file_that_becomes_ours_moves_from_its_patch(project, with_overlay):
+    """As `lint` asks for, of a new file in a patch."""
+    (with_overlay / "vllm/mine.py").write_text("mine = 1\n")
+    git(with_overlay, "add", "vllm/mine.py")
+    git(with_overlay, "commit", "--amend", "--no-edit")
+    export(project, with_overlay)
+    mine = '"misc-a-2nd-one.patch" = ["vllm/mine.py"]\n'
+    project.write("patches/overlay.toml", OWNED + mine)
+    export(project, with_overlay)
+
+    assert (project.root / "vllm/mine.py").read_text() == "mine = 1\n"
+    assert not any(b"mine.py" in text for text in patch_files(project.base).values())
+
+
 def test_a_commit_of_our_files_alone_is_no_patch(project, with_overlay):
     (with_overlay / "vllm/arena.py").write_text("arena = 2\n")
     git(with_overlay, "commit", "--all", "--message=[Core] Mine")

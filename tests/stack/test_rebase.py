@@ -337,6 +337,59 @@ def test_without_the_history_the_stack_is_replayed(ported, make_patch):
         ported.start()
 
 
+def test_a_conflict_may_be_solved_by_changing_nothing(ported, make_patch):
+    """The patches behind it meet the same conflict, and git solves it alike."""
+    change(ported, make_patch, "core-add-a-hook.patch", "better 5")
+    before = ported.ported()
+    with pytest.raises(rebase.Conflict):
+        ported.start()
+    git(ported.folder, "checkout", "--ours", "vllm/engine.py")
+    git(ported.folder, "add", "vllm/engine.py")
+
+    assert ported.resume() == []
+    assert ported.ported() == before
+
+
+def test_a_patch_that_only_the_release_had_is_kept_as_a_copy(
+    ported, make_patch, capsys
+):
+    """It goes where the history of the stack is not known."""
+    own = ported.project.root / "patches/1.3.0/core-mend-it.patch"
+    text = make_patch(1, "mended", "[Core] Mend it").replace(
+        "vllm/engine.py", "vllm/other.py"
+    )
+    own.write_text(text)
+    listing = own.with_name("series")
+    listing.write_text(
+        listing.read_text().replace("stack ", "stack f", 1) + f"{own.name}\n"
+    )
+    ported.commit()
+    with pytest.raises(rebase.Conflict):
+        ported.start()
+    ported.solve("hook 5", "hook other 5")
+
+    assert ported.resume() == []
+    assert not own.exists()
+    copy = ported.root / "build/removed/patches/1.3.0" / own.name
+    assert copy.read_text() == text
+    assert f"removed patches/1.3.0/{own.name}" in capsys.readouterr().out
+
+
+def test_what_changed_meanwhile_is_not_undone(ported, make_patch):
+    change(ported, make_patch, "core-add-a-hook.patch", "better 5")
+    with pytest.raises(rebase.Conflict):
+        ported.start()
+    path = ported.root / "patches/1.3.0/misc-a-2nd-one.patch"
+    path.write_text(path.read_text().replace("hook 15", "fixed 15"))
+    ported.commit()
+    ported.solve("better 5", "better other 5")
+
+    with pytest.raises(StackError, match="has changed since the rebase began"):
+        ported.resume()
+    assert "\nhook other 5\n" in ported.ported()
+    assert "\nfixed 15\n" in ported.ported()
+
+
 def test_what_is_under_way_is_not_lost(conflicting):
     with pytest.raises(rebase.Conflict):
         conflicting.start()

@@ -58,6 +58,7 @@ def vllm_config(**changes):
     config = {
         "enable_shm_tensor_arena": True,
         "distributed_executor_backend": "mp",
+        "nnodes_within_dp": 1,
         "multimodal_config": SimpleNamespace(mm_processor_cache_type="lru"),
         "kv_transfer_config": None,
         "ec_transfer_config": None,
@@ -68,6 +69,7 @@ def vllm_config(**changes):
         parallel_config=SimpleNamespace(
             enable_shm_tensor_arena=config["enable_shm_tensor_arena"],
             distributed_executor_backend=config["distributed_executor_backend"],
+            nnodes_within_dp=config["nnodes_within_dp"],
         ),
         model_config=SimpleNamespace(
             multimodal_config=config["multimodal_config"],
@@ -276,6 +278,8 @@ def test_small_items_are_not_sent_again():
         {"enable_shm_tensor_arena": False},
         {"distributed_executor_backend": "uni"},
         {"distributed_executor_backend": "ray"},
+        # Their workers' flag is that of their own command line.
+        {"nnodes_within_dp": 2},
         {"multimodal_config": None},
         {"multimodal_config": SimpleNamespace(mm_processor_cache_type="shm")},
         {"kv_transfer_config": object()},

@@ -49,6 +49,8 @@ def releases_mm_inputs(vllm_config: "VllmConfig") -> bool:
         # In one process the scheduler keeps the same tensors anyway; with Ray it has
         # not been tried.
         and parallel_config.distributed_executor_backend == "mp"
+        # Workers of another node read the flag of their own command line.
+        and parallel_config.nnodes_within_dp == 1
         and mm_config is not None
         # Computed tokens may be lost again, or be an encoder's on another node.
         and vllm_config.kv_transfer_config is None
