@@ -19,10 +19,19 @@ N_SLOTS = 64
 FIELD = MultiModalFlatField(slices=[], dim=0)
 
 
-@pytest.mark.parametrize("flag", [False, True])
-def test_the_flag_turns_it_on_in_a_worker(flag: bool, monkeypatch):
+@pytest.mark.parametrize(
+    ("flag", "backend", "is_on"),
+    [(False, "mp", False), (True, "mp", True), (True, "uni", False)],
+)
+def test_the_flag_turns_it_on_in_a_process_of_its_workers(
+    flag: bool, backend: str, is_on: bool, monkeypatch
+):
     monkeypatch.setattr(BaseMultiModalField, "merge_pinned_on_device", False)
-    parallel_config = SimpleNamespace(enable_shm_tensor_arena=flag, worker_cls=None)
+    parallel_config = SimpleNamespace(
+        enable_shm_tensor_arena=flag,
+        distributed_executor_backend=backend,
+        worker_cls=None,
+    )
     config = SimpleNamespace(
         parallel_config=parallel_config,
         enable_trace_function_call_for_thread=lambda: None,
@@ -30,7 +39,7 @@ def test_the_flag_turns_it_on_in_a_worker(flag: bool, monkeypatch):
     # No class of a worker: it goes no further than that.
     with pytest.raises(ValueError, match="worker_cls"):
         WorkerWrapperBase().init_worker([{"vllm_config": config}])
-    assert BaseMultiModalField.merge_pinned_on_device is flag
+    assert BaseMultiModalField.merge_pinned_on_device is is_on
 
 
 def merge(batch: list[torch.Tensor]) -> torch.Tensor:
