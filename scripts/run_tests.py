@@ -8,6 +8,7 @@ called in upstream's tree), or both. A whole run of ours has two workers.
 """
 
 import argparse
+import ctypes
 import math
 import os
 import re
@@ -38,6 +39,9 @@ ENGINES = "tests/e2e"
 # By file, so that what a module sets up (an engine, say) is set up once; in their
 # order, as files of few tests, which would come last, are among the longest.
 WORKERS = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 # pytest's exit codes for "all passed" and "nothing was selected".
 PASSED, NOTHING_RAN = 0, 5
@@ -110,34 +114,47 @@ def sort_arguments(
     return args
 
 
+def end_with_parent() -> None:
+    """In a pytest that begins: SIGINT, for which pytest ends what its tests have
+    started, works (in the background of a shell it is ignored), and comes when the
+    parent is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGINT)
+
+
 @contextmanager
-def ending_together(process: subprocess.Popen) -> Iterator[None]:
-    """While in it, a signal to end also ends the process, a pytest, which then ends
-    what its tests have started; it does so for SIGINT."""
-    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+def passing_on_signals(process: subprocess.Popen) -> Iterator[None]:
+    """Whatever asks this process to end, it tells the other, and ends after it."""
+    asked = []
 
     def end(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGTERM:
-            # It inherits that SIGINT is ignored, as in the background of a shell.
-            process.send_signal(signal.SIGTERM if ignored else signal.SIGINT)
-        # Else from a terminal, which has sent it to both.
-        sys.exit(128 + number)
+        asked.append(number)
+        process.send_signal(signal.SIGINT)
 
-    numbers = [signal.SIGTERM, *([] if ignored else [signal.SIGINT])]
-    before = {number: signal.signal(number, end) for number in numbers}
+    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+    before = {
+        number: signal.signal(number, end)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
-        with process:  # waits at the end
-            yield
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if asked:
+        sys.exit(128 + asked[0])
 
 
 def pytest(folder: Path, args: list[str], report: Path) -> tuple[int, Counter]:
     """Run pytest in the folder; return its exit code and the outcomes."""
     command = [sys.executable, "-m", "pytest", "-rs", f"--junitxml={report}", *args]
-    process = subprocess.Popen(command, cwd=folder)
-    with ending_together(process):
+    # In a session of its own: a signal to all of this one, as Ctrl-C or `timeout`
+    # sends, would reach it a second time, or as one that it does not tidy up for.
+    process = subprocess.Popen(
+        command, cwd=folder, start_new_session=True, preexec_fn=end_with_parent
+    )
+    with passing_on_signals(process):
         code = process.wait()
     if code in (PASSED, 1, NOTHING_RAN) and report.exists():
         return code, outcomes(report)

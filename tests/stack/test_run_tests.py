@@ -131,8 +131,11 @@ def test_a_pytest_that_only_tells_something_is_none(runner, tmp_path):
     assert found == (0, Counter())
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", ["SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"])
 def test_a_signal_ends_pytest_and_what_its_tests_have_started(number, tmp_path):
+    """One to the whole group, as a terminal and `timeout` send it; pytest's own
+    handling of SIGINT works where a shell in the background has it ignored."""
+    number = signal.Signals[number]
     (tmp_path / "test_it.py").write_text(
         "import pathlib, pytest, signal\n"
         "@pytest.fixture\n"
@@ -144,10 +147,10 @@ def test_a_signal_ends_pytest_and_what_its_tests_have_started(number, tmp_path):
         "        print('up', flush=True)\n"
         "    signal.pause()\n"
     )
+    ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     program = (
         "import pathlib, run_tests, signal\n"
-        # As a shell does not leave it in the background.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        f"{'' if number == signal.SIGINT else ignored}"
         "folder = pathlib.Path.cwd()\n"
         "run_tests.pytest(folder, ['-q', 'test_it.py'], folder / 'report.xml')\n"
     )
@@ -160,14 +163,12 @@ def test_a_signal_ends_pytest_and_what_its_tests_have_started(number, tmp_path):
         start_new_session=True,
     ) as process:
         assert any(line.endswith("up\n") for line in process.stdout)
-        if number == signal.SIGINT:
-            os.killpg(process.pid, number)
-        else:
-            process.send_signal(number)
+        os.killpg(process.pid, number)
         # Until every process that holds it has ended.
         process.stdout.read()
 
-    assert process.returncode == 128 + number
+    killed = number == signal.SIGKILL
+    assert process.returncode == (-number if killed else 128 + number)
     assert (tmp_path / "ended").exists()
 
 
