@@ -7,7 +7,8 @@ import io
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
@@ -36,6 +37,9 @@ BRANCH = "stack"
 # What a base's folder of patches is called while it is written, and the one that it
 # takes the place of.
 DRAFT, FORMER = ".new", ".old"
+
+# How the folders begin in which something is made or removed.
+SCRATCH = ".fork-"
 
 # What tools leave behind in a checkout, and nobody misses.
 CACHES = {"__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache"}
@@ -112,8 +116,8 @@ def create(
         raise StackError(f"{folder} is in the way: name a new or an empty folder.")
     patches = series.load(base.patches)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        git = Git(Path(scratch, "tree"))
+    with scratch(folder.parent) as draft:
+        git = Git(draft / "tree")
         git.folder.mkdir()
         git("init", "--quiet", f"--initial-branch={BRANCH}")
         import_base(git, base, sdist, BRANCH, wanted)
@@ -446,8 +450,17 @@ def replace_patches(
         shutil.rmtree(draft, ignore_errors=True)
 
 
+@contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A folder in this one that is removed at the end, or after a kill by `clean`."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix=SCRATCH) as name:
+        yield Path(name)
+
+
 def clean(patches: Path) -> None:
     """Undo what a run that was killed has begun; no other must be at work."""
+    for left in (patches.parent / "build").glob(f"{SCRATCH}*"):
+        shutil.rmtree(left)
     for former in patches.glob(f".*{FORMER}"):
         folder = former.with_name(former.name[1:].removesuffix(FORMER))
         if not folder.exists():

@@ -84,14 +84,21 @@ def _line_problems(path: str, hunk: Hunk) -> Iterator[str]:
     for line in hunk:
         if line.is_added and re.search(r"[ \t\r]\n?\Z", line.value):
             yield f"line {line.target_line_no} of {path} ends with white space."
-    # A line that is taken away and put back with other white space: a reflow,
-    # which conflicts at every rebase and does nothing.
-    removed = [line.value.split() for line in hunk if line.is_removed]
-    added = [line.value.split() for line in hunk if line.is_added]
-    if not any(removed + added):
+    # A line that is taken away and put back in another layout, or under another
+    # comment: it conflicts at every rebase and does nothing.
+    removed = [line.value for line in hunk if line.is_removed]
+    added = [line.value for line in hunk if line.is_added]
+    if not "".join(removed + added).strip():
         yield f"the hunk at {hunk.source_start} of {path} changes only blank lines."
-    elif removed and removed == added:
-        yield f"the hunk at {hunk.source_start} of {path} changes only white space."
+    elif _code(path, removed) == _code(path, added):
+        yield f"the hunk at {hunk.source_start} of {path} changes no code."
+
+
+def _code(path: str, lines: list[str]) -> str:
+    """The lines without their layout and, in Python, without lines of comment."""
+    if path.endswith(".py"):
+        lines = [line for line in lines if not line.lstrip().startswith("#")]
+    return re.sub(r",(?=[)\]}])", "", "".join("".join(lines).split()))
 
 
 def _form_problems(patch: Patch) -> Iterator[str]:

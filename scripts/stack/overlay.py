@@ -28,6 +28,14 @@ def package_files(root: Path) -> dict[str, Path]:
     return files
 
 
+def _is_path(value: object) -> bool:
+    return (
+        isinstance(value, str)
+        and bool(PurePosixPath(value).parts)
+        and not PurePosixPath(value).is_absolute()
+    )
+
+
 @dataclass(frozen=True)
 class Overlay:
     root: Path
@@ -42,8 +50,11 @@ class Overlay:
         except (OSError, ValueError) as e:
             raise StackError(f"{OWNERS} cannot be used: {e!r}.") from e
         for patch, value in patterns.items():
-            if not isinstance(value, list):
-                raise StackError(f"{OWNERS} has no list of paths for {patch}.")
+            if not isinstance(value, list) or not all(map(_is_path, value)):
+                raise StackError(
+                    f"{OWNERS} has no list of paths, from the repository's root, for "
+                    f"{patch}."
+                )
         return cls(root, patterns)
 
     def owner(self, path: str) -> str | None:

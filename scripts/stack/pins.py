@@ -60,6 +60,8 @@ def load_base(root: Path, version: str | None = None) -> Base:
     try:
         pins = tomllib.loads(path.read_text())
         version = pins["default"] if version is None else version
+        for name in pins["base"]:
+            Version(name)
         table = pins["base"].get(version)
         if table is None:
             raise StackError(
@@ -77,7 +79,7 @@ def load_base(root: Path, version: str | None = None) -> Base:
             root / "patches" / version,
             frozenset(table.get("replaces", ())),
         )
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise StackError(f"patches/upstream.toml cannot be used: {e!r}.") from e
 
 

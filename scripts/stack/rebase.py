@@ -12,7 +12,6 @@ What the stack was made of then is looked up in this repository's history.
 """
 
 import json
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -145,8 +144,8 @@ def start(root: Path, source: Base, version: str) -> Git:
     if folder.exists() or folder.is_symlink():
         raise StackError(f"{folder} is in the way, and no rebase: remove it.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        git = Git(Path(scratch, "tree"))
+    with checkout.scratch(folder.parent) as scratch:
+        git = Git(scratch / "tree")
         git.folder.mkdir()
         git("init", "--quiet", f"--initial-branch={checkout.BRANCH}")
         _prepare(root, git, source, target).save(git)
@@ -175,7 +174,7 @@ def abort(root: Path) -> list[str]:
             root / "patches" / folder.name.removeprefix("rebase-"),
             root / "patches" / "upstream.toml",
         )
-        shutil.rmtree(folder)
+        _remove(folder)
     return written
 
 
@@ -251,8 +250,14 @@ def finish(root: Path, git: Git, verify: Callable[[Base], list[str]]) -> list[st
     # Last: a base without its patches would trouble every verb.
     if state.target.version not in pins.versions(root):
         pins.add_base(root, state.target)
-    shutil.rmtree(git.folder)
+    _remove(git.folder)
     return []
+
+
+def _remove(folder: Path) -> None:
+    """At once: a part of it, after a kill, would be no rebase that can go on."""
+    with checkout.scratch(folder.parent) as scratch:
+        folder.rename(scratch / "tree")
 
 
 def _holds(folder: Path, patches: dict[str, str], source: series.Source) -> bool:

@@ -3,20 +3,26 @@
 """Reading a base's source distribution."""
 
 import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from .errors import StackError
 
 
 def members(
     sdist: Path, wanted: Callable[[str], bool] = lambda path: True
 ) -> Iterator[tuple[str, tarfile.TarInfo, bytes]]:
     """Yield the wanted files, by their path in upstream's tree, and their content."""
-    with tarfile.open(sdist) as archive:
-        for member in archive:
-            name = member.name.partition("/")[2]
-            if name and not member.isdir() and wanted(name):
-                file = None if member.issym() else archive.extractfile(member)
-                yield name, member, file.read() if file else b""
+    try:
+        with tarfile.open(sdist) as archive:
+            for member in archive:
+                name = member.name.partition("/")[2]
+                if name and not member.isdir() and wanted(name):
+                    file = None if member.issym() else archive.extractfile(member)
+                    yield name, member, file.read() if file else b""
+    except (tarfile.TarError, EOFError, zlib.error) as e:
+        raise StackError(f"{sdist} is no sound source distribution: {e}.") from e
 
 
 def reader(sdist: Path, paths: Iterable[str]) -> Callable[[str], bytes | None]:

@@ -2,6 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a wheel of the fork has that the base's has not."""
 
+import csv
+import io
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,17 +56,35 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
             }
             after = {i.filename: i for i in built.infolist()}
             for path in sorted(before.keys() | after.keys()):
-                in_both = path in before and path in after
-                if in_both and before[path].CRC == after[path].CRC:
-                    continue
                 old = base.read(before[path]) if path in before else None
                 new = built.read(path) if path in after else None
+                modes = [
+                    m[path].external_attr >> 16 for m in (before, after) if path in m
+                ]
+                # RECORD is written anew; the rest is as the base has it.
+                is_record = path == info + "RECORD"
+                same_mode = is_record or modes[0] == modes[-1]
+                if old == new and same_mode:
+                    continue
+                in_both = path in before and path in after
                 kind = "added" if old is None else "changed" if in_both else "removed"
                 why = _why(fork, edits, base.tags, info, path, old, new)
+                if (
+                    not same_mode
+                    or stat.S_ISLNK(modes[-1])
+                    or (is_record and _listed(new) != set(after))
+                ):
+                    why = None
                 found.append(Difference(path, kind, why))
-    except (BadZipFile, WheelError) as e:
+    # A hash in RECORD may be none, which is a ValueError.
+    except (BadZipFile, WheelError, ValueError) as e:
         raise StackError(f"{wheel} is not a sound wheel: {e}.") from e
     return found
+
+
+def _listed(record: bytes | None) -> set[str]:
+    rows = csv.reader(io.StringIO((record or b"").decode()))
+    return {row[0] for row in rows if row}
 
 
 def _why(

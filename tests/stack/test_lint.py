@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stack import lint, pins
+from stack.errors import StackError
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "core-add-a-hook.patch"
@@ -43,6 +44,15 @@ def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
     assert re.search(problem, found)
 
 
+@pytest.mark.parametrize("paths", ['"vllm"', "[3]", '[""]', '["/vllm/arena.py"]'])
+def test_ownership_that_is_no_list_of_paths(project, make_patch, paths):
+    project.add_patch(NAME, make_patch())
+    project.write("patches/overlay.toml", f'"{NAME}" = {paths}')
+
+    with pytest.raises(StackError, match=f"has no list of paths, .* for {NAME}"):
+        lint.overlay_problems(project.root)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
@@ -62,7 +72,8 @@ def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
         ("-7,7", "-7,8", "not a valid patch"),
         ("+hook\n", "+hook\n+more\n", "not a valid patch"),
         ("+7,7", "+8,7", r"the hunk at 7 of vllm/engine\.py is misnumbered"),
-        ("+hook\n", "+line  10\n", "changes only white space"),
+        ("+hook\n", "+line  10\n", "changes no code"),
+        ("-line 10\n+hook\n", "-# line 10\n+# hook\n", "changes no code"),
         ("+hook\n", "+<<<<<<< HEAD\n", "markers of a conflict"),
         ("+hook\n", "+=======\n", "markers of a conflict"),
         ("-line 10\n", "-||||||| base\n", "markers of a conflict"),

@@ -182,6 +182,22 @@ def test_a_link_to_nowhere_is_refused(project):
         _ = project.fork
 
 
+@pytest.mark.parametrize(
+    "more", ["[base.newest.sdist]", '[base."1.2.3"]\ncpu = 3', "base = 3"]
+)
+def test_pins_that_are_none(project, more):
+    pins_file = project.root / "patches/upstream.toml"
+    text = pins_file.read_text()
+    if more == "base = 3":
+        text = "default = '1.2.3'"
+    elif "cpu" in more:
+        text = text.replace('[base."1.2.3".cpu', '[unused."1.2.3".cpu')
+    pins_file.write_text(f"{more}\n{text}" if more == "base = 3" else f"{text}\n{more}")
+
+    with pytest.raises(StackError, match=r"patches/upstream\.toml cannot be used"):
+        pins.versions(project.root)
+
+
 def test_a_base_file_that_the_overlay_replaces(project, tmp_path):
     pins_file = project.root / "patches/upstream.toml"
     text = pins_file.read_text()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import shutil
+import stat
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -49,10 +50,11 @@ def rebuilt(path: Path, change: dict[str, bytes | None]) -> Path:
     altered = path.with_name("altered") / path.name
     altered.parent.mkdir()
     with ZipFile(path) as old, WheelFile(altered, "w") as new:
-        contents = {n: old.read(n) for n in old.namelist() if "RECORD" not in n}
+        infos = {i.filename: i for i in old.infolist() if "RECORD" not in i.filename}
+        contents = {name: old.read(name) for name in infos}
         for name, data in (contents | change).items():
             if data is not None:
-                new.writestr(name, data)
+                new.writestr(infos.get(name, name), data)
     return altered
 
 
@@ -93,6 +95,49 @@ def test_a_line_that_the_build_does_not_write_is_told(project, built, file, more
     found = compare(project, rebuilt(built, {name: b"\n".join([first, more, rest])}))
 
     assert [d for d, why in found.items() if why is None] == [f"changed {name}"]
+
+
+def tampered(path: Path, name: str, mode: int, record: tuple[bytes, bytes]) -> Path:
+    """Write the archive anew, with a file of another mode and a RECORD that is not
+    the files'."""
+    altered = path.with_name("tampered") / path.name
+    altered.parent.mkdir()
+    with ZipFile(path) as old, ZipFile(altered, "w") as new:
+        for info in old.infolist():
+            data = old.read(info)
+            if info.filename == name:
+                info.external_attr = mode << 16
+            if info.filename.endswith("RECORD"):
+                data = data.replace(*record)
+            new.writestr(info, data)
+    return altered
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "difference"),
+    [
+        ("vllm/other.py", stat.S_IFREG | 0o777, "changed vllm/other.py"),
+        ("vllm/other.py", stat.S_IFLNK | 0o644, "changed vllm/other.py"),
+        ("vllm/arena.py", stat.S_IFLNK | 0o644, "added vllm/arena.py"),
+    ],
+)
+def test_a_mode_that_the_base_has_not_is_told(project, built, name, mode, difference):
+    found = compare(project, tampered(built, name, mode, (b"", b"")))
+
+    assert [d for d, why in found.items() if why is None] == [difference]
+
+
+def test_a_record_of_more_than_the_files_is_told(project, built):
+    more = b"../../../bin/python,,\nvllm/arena.py,"
+    record = (b"vllm/arena.py,", more)
+    found = compare(project, tampered(built, "", 0, record))
+
+    assert [d for d, why in found.items() if why is None] == [f"changed {INFO}/RECORD"]
+
+
+def test_a_record_whose_hash_is_none(project, built):
+    with pytest.raises(StackError, match="is not a sound wheel"):
+        compare(project, tampered(built, "", 0, (b"sha256=", b"sha256=a")))
 
 
 def test_the_verb_lists_and_fails(project, built, capsys):
