@@ -5,6 +5,7 @@
 import os
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 from .errors import StackError
@@ -39,6 +40,15 @@ _UNDER_WAY = {
 }
 
 
+@cache
+def _trusted() -> list[str]:
+    """The folders of other users that the user lets git work in: in a container, a
+    mounted repository is one."""
+    command = ["git", "config", "--get-all", "safe.directory"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    return [f"safe.directory={folder}" for folder in done.stdout.splitlines()]
+
+
 class Git:
     def __init__(self, folder: Path):
         self.folder = folder
@@ -64,7 +74,8 @@ class Git:
         env: dict[str, str] | None = None,
     ) -> bytes:
         """Run git in the folder and return the bytes it prints."""
-        command = ["git", *(o for s in SETTINGS for o in ("-c", s)), *args]
+        settings = (*SETTINGS, *_trusted())
+        command = ["git", *(o for s in settings for o in ("-c", s)), *args]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         clean |= {
             "GIT_CONFIG_GLOBAL": os.devnull,

@@ -18,7 +18,7 @@ _MARKER = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|={7}$|>{7})")
 
 # Where git am ends the message, or takes a line of it for a header.
 _NO_TEXT = re.compile(
-    r"(?m)^(?:---(?:[ \t].*)?|diff -.*|Index: .*|From [0-9a-f]{40} .*|"
+    r"(?m)^(?:---(?:[ \t].*)?|diff -.*|Index: .*|From \S+ \w{3} \w{3} .*|"
     r"(?:From|Date|Subject):.*)$"
 )
 
@@ -54,6 +54,9 @@ def message_problem(subject: str, body: str) -> str | None:
         return "has no subject that its file could be named after"
     if re.match(r"(?:fixup|squash|amend)! ", subject):
         return "is not squashed yet (`git rebase -i --autosquash fork-base`)"
+    # git am makes other text of these.
+    if " ".join(subject.split()) != subject or re.match(r"(?i)re:|\[patch", subject):
+        return "has a subject that would not come back as it is from a mail"
     if line := _NO_TEXT.search(body):
         return (
             f"has the line {line[0]!r} in its message, which git am takes for no text"

@@ -2,12 +2,15 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from stack import checkout, cli, fetch, pins
 from stack.errors import StackError
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 def git(folder: Path, *args: str) -> str:
@@ -84,6 +87,28 @@ def test_git_configuration_does_not_change_the_export(
     assert patch_files(project.base) == before
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_that_git_is_told_to_trust(tmp_path):
+    """As a repository that is mounted into a container."""
+    subprocess.run(["git", "init", "--quiet", tmp_path / "tree"], check=True)
+    os.chown(tmp_path / "tree", 1234, 1234)
+    os.chown(tmp_path / "tree/.git", 1234, 1234)
+    program = (
+        "import sys; from pathlib import Path; from stack.git import Git\n"
+        "print(Git(Path(sys.argv[1]))('status', '--porcelain'))"
+    )
+    for trusted, works in (("/elsewhere", False), ("*", True)):
+        config = f"[safe]\ndirectory = {trusted}\n"
+        (tmp_path / ".gitconfig").write_text(config)
+        done = subprocess.run(
+            [sys.executable, "-c", program, tmp_path / "tree"],
+            env=os.environ | {"HOME": str(tmp_path), "PYTHONPATH": str(SCRIPTS)},
+            capture_output=True,
+            text=True,
+        )
+        assert (done.returncode == 0) is works, done.stderr
+
+
 def test_a_change_of_one_commit_changes_one_file(project, stack):
     before = patch_files(project.base)
     engine = stack / "vllm/engine.py"
@@ -150,6 +175,10 @@ def content(data: bytes):
         (message("[Core] It\n\nWhy.\n---\nMore."), "has the line '---' in"),
         (message("[Core] It\n\ndiff --git a/x b/x"), "has the line 'diff --git"),
         (message("[Core] It\n\nFrom: me"), "has the line 'From: me' in"),
+        (message("[Core] It\n\nFrom me Mon Sep 17 00:00:00 2001"), "has the line"),
+        (message("[PATCH] [Core] It"), "has a subject that would not come back"),
+        (message("Re: [Core] It"), "has a subject that would not come back"),
+        (message("[Core] It  does"), "has a subject that would not come back"),
         (content(b"\xe9\n"), "is no text in UTF-8"),
         (content(b"\0\1\2"), "is no text in UTF-8"),
         (content(b"a\n=======\nb\n"), "has the markers of a conflict"),
