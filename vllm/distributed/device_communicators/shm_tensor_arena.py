@@ -57,7 +57,8 @@ _N_SLOTS = 1024
 # While a reader that waits for a message has views out, it looks this often
 # whether they are gone. A finalizer may not wake it (it may do nothing but
 # append to a deque), and the writer wants slots back within 100 ms: one look
-# sees that a tensor is gone, the next that the device is done with it.
+# sees that a tensor is gone, the next that the device is done with it. With
+# VLLM_USE_SPINLOOP_EXT each look comes up to 100 ms later.
 _RELEASE_POLL_MS = 25
 # While slots are held and nothing is diverted, stats are made this often and not
 # for every step of decoding: looking at all slots takes some 40 us.
