@@ -498,8 +498,13 @@ def _merge(git: Git, state: State, step: Step) -> None:
         try:
             git("cherry-pick", "--no-commit", pick, env=checkout.TOOL)
         except StackError as e:
-            # Also where a conflict that was solved before leaves nothing to do.
-            if "could not apply" not in str(e):
+            # A conflict, also one that was solved before and leaves nothing to do.
+            is_conflict = (
+                _unmerged(git)
+                or git.get("diff", "--cached", "--name-only")
+                or "could not apply" in str(e)
+            )
+            if not is_conflict:
                 raise
         state.save(git)
 
