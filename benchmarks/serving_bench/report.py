@@ -28,16 +28,24 @@ COMPARED = (
 )
 TRANSPORT = ("enqueue", "dequeued", "h2d", "on_device")
 RESAMPLES = 9999
+PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
+# With fewer values above it, a percentile is about the largest value, and what a
+# bootstrap says of that is not an interval.
+MIN_ABOVE = 2
 
 Values = dict[str, list[float]]
 
 
-def difference(a: list[float], b: list[float]) -> str:
-    """Of the medians of two arms, in ms, with a 95 % interval; "none" where that
+def difference(a: list[float], b: list[float], percentile: float = 50) -> str:
+    """Of a percentile of two arms, in ms, with a 95 % interval; "none" where that
     spans zero."""
+
+    def statistic(x, y, axis=-1):
+        return np.percentile(x, percentile, axis) - np.percentile(y, percentile, axis)
+
     low, high = bootstrap(
         (a, b),
-        lambda x, y, axis: np.median(x, axis) - np.median(y, axis),
+        statistic,
         n_resamples=RESAMPLES,
         method="percentile",
         rng=np.random.default_rng(0),
@@ -45,7 +53,7 @@ def difference(a: list[float], b: list[float]) -> str:
     interval = f"[{low:+.0f}, {high:+.0f}]"
     if low <= 0 <= high:
         return f"none {interval}"
-    return f"{np.median(a) - np.median(b):+.0f} {interval}"
+    return f"{statistic(a, b):+.0f} {interval}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
@@ -55,13 +63,16 @@ def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
 
 
 def spread(values: list[float]) -> list[str]:
-    return [f"{np.percentile(values, p):.0f}" for p in (50, 90, 99)]
+    return [f"{np.percentile(values, p):.0f}" for p in PERCENTILES.values()]
 
 
-def differences(values: Values, pairs: Iterable[tuple[str, str]]) -> list[str]:
+def differences(
+    values: Values, pairs: Iterable[tuple[str, str]], percentile: float = 50
+) -> list[str]:
+    needed = max(2, MIN_ABOVE / (1 - percentile / 100))
     return [
-        difference(values[a], values[b])
-        if min(len(values.get(a, [])), len(values.get(b, []))) > 1
+        difference(values[a], values[b], percentile)
+        if min(len(values.get(a, [])), len(values.get(b, []))) >= needed
         else "-"
         for a, b in pairs
     ]
@@ -78,11 +89,15 @@ def ttft_tables(cells: dict[str, Values]) -> str:
         if values.get(arm)
     ]
     pairs = [pair for pair in COMPARED if set(pair) <= set(arms)]
-    changes = [[name, *differences(values, pairs)] for name, values in cells.items()]
+    changes = [
+        [name, percentile, *differences(values, pairs, q)]
+        for name, values in cells.items()
+        for percentile, q in PERCENTILES.items()
+    ]
     return "\n\n".join(
         (
-            table(["", "arm", "n", "median", "p90", "p99"], spreads),
-            table(["", *(f"{a} - {b}" for a, b in pairs)], changes),
+            table(["", "arm", "n", *PERCENTILES], spreads),
+            table(["", "of", *(f"{a} - {b}" for a, b in pairs)], changes),
         )
     )
 
