@@ -5,7 +5,7 @@
 import sys
 from pathlib import Path
 
-from demo_lib import interrupts
+import interrupts
 
 BASE_OPTION = "--base"
 
@@ -30,13 +30,13 @@ def use_base() -> None:
 
 def main() -> int:
     """Run the demo; the exit status is 0 only if all went as it should."""
-    interrupts.install()
     try:
-        use_base()
-        # Takes seconds, in which a Ctrl-C must not be a traceback.
-        from demo_lib import show
+        with interrupts.installed():
+            use_base()
+            # Takes seconds, in which a Ctrl-C must not be a traceback.
+            from demo_lib import show
 
-        return show.main()
+            return show.main()
     except interrupts.Interrupted as interrupt:
         print(f"demo: stopped by {interrupt}, nothing is left.", file=sys.stderr)
         return interrupt.exit_status

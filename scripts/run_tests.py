@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from stack import base_tree, fetch, target, upstream_tests
+import interrupts
 from stack.errors import StackError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,6 +178,9 @@ def outcomes(report: Path) -> Counter:
 
 
 def run(argv: list[str], folder: Path, scratch: Path) -> int:
+    # Not at the top: it takes a while, in which Ctrl-C must not be a traceback.
+    from stack import base_tree, fetch, target, upstream_tests
+
     version, argv = base_tree.split_option(argv)
     tree = base_tree.make(ROOT, version)
     tree.use()
@@ -192,6 +195,11 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
     files = selection["files"]
     # Upstream's tests of its own arena, whose place ours takes.
     left_out = ["-k", "not arena"] if base.replaces else []
+    if not tree.is_complete and any(path.startswith(ENGINES) for path in args.ours):
+        raise StackError(
+            f"{ENGINES} starts engines, for which vLLM {base.version}, without a CPU "
+            "wheel, lacks the compiled parts."
+        )
     if not tree.is_complete and not args.any_path:
         print(f"vLLM {base.version} has no CPU wheel: only the queue's tests run.")
         args.ours = selection["queue"]["ours"]
@@ -238,11 +246,17 @@ def main() -> int:
     # and not what lies in the current folder.
     os.chdir(ROOT)
     try:
-        with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
+        with (
+            interrupts.installed(),
+            tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch,
+        ):
             return run(sys.argv[1:], folder, Path(scratch))
     except StackError as e:
         print(f"error: {e}", file=sys.stderr)
         return 1
+    except interrupts.Interrupted as interrupt:
+        print(f"error: stopped by {interrupt}.", file=sys.stderr)
+        return interrupt.exit_status
 
 
 if __name__ == "__main__":

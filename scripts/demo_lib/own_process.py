@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from demo_lib import interrupts
+import interrupts
 
 SHM_DIR = Path("/dev/shm")
 POLL_SECONDS = 0.2

@@ -63,10 +63,14 @@ QUICK_PAGES = (Page(("astronaut",), 2048),)
 
 def main() -> int:
     """Run the demo; the exit status is 0 only if all went as it should."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument(
         "--quick", action="store_true", help="one photograph, asked about once"
     )
+    # Taken before this, as vLLM must not be imported until it is known.
+    parser.add_argument("--base", metavar="V", help="the fork of another release")
     quick = parser.parse_args().quick
     try:
         if quick:

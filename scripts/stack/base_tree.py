@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import editable, fetch, pins, target
+from . import editable, fetch, lock, pins, target
 from .errors import StackError
 from .fork import Fork
 
@@ -55,10 +55,12 @@ def make(root: Path, version: str | None) -> BaseTree:
         fork = Fork.load(root, replace(base, wheels=sdist), wanted)
     path = root / "build" / f"base-{base.version}"
     file = fetch.fetch(fork.distribution)
-    try:
-        editable.sync(fork, file, path)
-    except StackError:
-        editable.create(fork, file, path)
+    path.parent.mkdir(exist_ok=True)
+    with lock.alone(path.parent, "another run that makes such a tree"):
+        try:
+            editable.sync(fork, file, path)
+        except StackError:
+            editable.create(fork, file, path)
     return BaseTree(base, path, is_complete)
 
 

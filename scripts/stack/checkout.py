@@ -4,6 +4,7 @@
 
 import ctypes
 import io
+import itertools
 import os
 import shutil
 import tempfile
@@ -238,13 +239,43 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
         for path, data in files.items()
         if data is None and (overlay.root / path).exists()
     ]
-    kept = {path: keep(overlay.root, path) for path in removed}
-    replace_patches(base.patches, patches, series.source(base.patches))
-    for path, data in files.items():
-        write(overlay.root / path, data)
+    with _drafts(overlay.root, files) as put_in_place:
+        kept = {path: keep(overlay.root, path) for path in removed}
+        replace_patches(base.patches, patches, series.source(base.patches))
+        put_in_place()
     git("tag", "--force", APPLIED_TAG)
     git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
     return Exported(list(patches), kept)
+
+
+@contextmanager
+def _drafts(root: Path, files: dict[str, bytes | None]) -> Iterator[Callable[[], None]]:
+    """Give a function that makes the files hold the data, or not exist.
+
+    All that may fail of it is done before: then nothing has changed.
+    """
+    drafts: dict[Path, Path] = {}
+    try:
+        for path, data in files.items():
+            file = root / path
+            if file.is_dir():
+                raise StackError(f"{file} is a folder, and is to be a file.")
+            if data is not None and _read(file) != data:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                drafts[file] = file.with_name(f"{file.name}{DRAFT}")
+                drafts[file].write_bytes(data)
+
+        def put_in_place() -> None:
+            for file, draft in drafts.items():
+                draft.replace(file)
+            for path, data in files.items():
+                if data is None:
+                    (root / path).unlink(missing_ok=True)
+
+        yield put_in_place
+    finally:
+        for draft in drafts.values():
+            draft.unlink(missing_ok=True)
 
 
 def keep(root: Path, path: str) -> Path:
@@ -252,10 +283,16 @@ def keep(root: Path, path: str) -> Path:
 
     To git a commit dropped on purpose and one that a `reset` lost look the same.
     """
-    copy = root / "build" / "removed" / path
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(root / path, copy)
-    return copy
+    data = (root / path).read_bytes()
+    first = root / "build" / "removed" / path
+    for number in itertools.count():
+        # What was removed before may be another one of the same name.
+        copy = first.with_name(f"{first.name}.{number}") if number else first
+        if not copy.exists():
+            write(copy, data)
+        if _read(copy) == data:
+            return copy
+    raise AssertionError("unreachable")
 
 
 def require_branch(git: Git) -> None:
@@ -332,7 +369,7 @@ def opened(folder: Path) -> Git:
         raise StackError(f"{folder} is no checkout that `apply` made.")
     for tag in (BASE_TAG, APPLIED_TAG):
         if git("tag", "--list", tag) == "":
-            raise StackError(f"The checkout {folder} has no tag {tag}.")
+            raise StackError(f"{folder} has no tag {tag}, which `apply` gives it.")
     if under_way := git.operation():
         raise StackError(
             f"A git {under_way} is under way in {folder}: finish it there with "
@@ -374,6 +411,10 @@ def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
                 "that its files belong to."
             )
         _, _, diff = text.partition("\ndiff --git ")
+        if patchform.changes_mode(diff):
+            raise StackError(
+                f"{what} changes a file's mode, which a wheel does not take over."
+            )
         if patchform.has_markers(diff):
             raise StackError(f"{what} has the markers of a conflict.")
         name = patchform.file_name(patchform.headers(text)["subject"])
@@ -429,7 +470,7 @@ def replace_patches(
     All at once: a mixture of old and new patches could pass every check.
     """
     draft = folder.with_name(f".{folder.name}{DRAFT}")
-    listing = f"{source or ''}" + "".join(f"{name}\n" for name in patches)
+    listing = series.listing(patches, source, folder)
     if folder.exists() and not os.access(folder, os.W_OK):
         raise StackError(f"{folder} cannot be written to.")
     draft.mkdir(parents=True)

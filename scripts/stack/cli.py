@@ -3,20 +3,19 @@
 """The command line of scripts/fork."""
 
 import argparse
-import fcntl
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+
+import interrupts
 
 from . import (
     checkout,
     editable,
     fetch,
     lint,
+    lock,
     pins,
     pullrequest,
     rebase,
@@ -32,9 +31,9 @@ from .overlay import Overlay
 
 
 def main(root: Path, argv: list[str]) -> int:
-    previous = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return _run(root, argv)
+        with interrupts.installed():
+            return _run(root, argv)
     except BrokenPipeError:
         # Whoever read the output has enough of it.
         sys.stderr.close()
@@ -46,22 +45,12 @@ def main(root: Path, argv: list[str]) -> int:
         where = f"{e.filename2 or e.filename}: " if e.filename else ""
         print(f"error: {where}{e.strerror or e}.", file=sys.stderr)
         return 1
-    except (KeyboardInterrupt, _Terminated) as e:
-        print("error: interrupted.", file=sys.stderr)
-        return 130 if isinstance(e, KeyboardInterrupt) else 143
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    except interrupts.Interrupted as interrupt:
+        print(f"error: stopped by {interrupt}.", file=sys.stderr)
+        return interrupt.exit_status
 
 
 Verb = Callable[[Path, argparse.Namespace], int]
-
-
-class _Terminated(BaseException):
-    """SIGTERM; as an exception it cleans up on its way, as Ctrl-C does."""
-
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
 
 
 def _run(root: Path, argv: list[str]) -> int:
@@ -123,6 +112,13 @@ def _run(root: Path, argv: list[str]) -> int:
         "folder", metavar="DIR", nargs="?", type=Path, help="default: build/pr-V"
     )
     pr.add_argument(
+        "--context",
+        metavar="LINES",
+        type=int,
+        default=pullrequest.WHOLE_FILES,
+        help="lines to show around a change; default: the whole file",
+    )
+    pr.add_argument(
         "--no-tests", action="store_true", help="do not run the series' tests"
     )
     diff = add(
@@ -143,18 +139,10 @@ def _run(root: Path, argv: list[str]) -> int:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """Wait for the others that write. A lock ends with its process, however."""
-    lock = os.open(root / "patches", os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print("Waiting for another scripts/fork to end.", file=sys.stderr)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+    """Wait for the others that write."""
+    with lock.alone(root / "patches", "another scripts/fork"):
         checkout.clean(root / "patches")
         yield
-    finally:
-        os.close(lock)
 
 
 def _status(root: Path, args: argparse.Namespace) -> int:
@@ -285,6 +273,7 @@ def _pr(root: Path, args: argparse.Namespace) -> int:
         Overlay.load(root),
         pullrequest.Identity.of_user(root),
         run_tests=not args.no_tests,
+        context=args.context,
     )
     for mail in sorted(folder.iterdir()):
         print(mail)

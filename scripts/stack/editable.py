@@ -31,19 +31,17 @@ def create(fork: Fork, base_file: Path, tree: Path) -> None:
     # Nothing must fail once the old tree is gone.
     with _open(base_file) as base:
         fork.edits(base.get)
-        shutil.rmtree(tree, ignore_errors=True)
-        for name, data, is_executable in base.files():
-            path = tree / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
-            if is_executable:
-                path.chmod(0o755)
+    shutil.rmtree(tree, ignore_errors=True)
+    tree.mkdir(parents=True)
     _save_state(fork, tree, [])
     sync(fork, base_file, tree)
 
 
 def sync(fork: Fork, base_file: Path, tree: Path) -> None:
-    """Bring the tree's patched files and overlay up to date."""
+    """Bring the tree's patched files and overlay up to date.
+
+    What it has lost of the base's other files, or has of another size, comes back.
+    """
     state = _load_state(fork, tree)
     with _open(base_file) as base:
         edits = fork.edits(base.get)
@@ -56,6 +54,11 @@ def sync(fork: Fork, base_file: Path, tree: Path) -> None:
                 _write(tree / path, base.get(path))
         for path, data in edits.items():
             _write(tree / path, data)
+        for path, size, is_executable in base.files():
+            if path not in managed and _size(tree / path) != size:
+                _write(tree / path, base.get(path))
+                if is_executable:
+                    (tree / path).chmod(0o755)
     for path, source in fork.overlay.items():
         _link(tree / path, source)
     _save_state(fork, tree, managed)
@@ -109,6 +112,10 @@ def _write(path: Path, data: bytes | None) -> None:
     else:
         return
     _forget_bytecode(path)
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def _content(path: Path) -> bytes | None:

@@ -28,6 +28,8 @@ SETTINGS = (
     "core.fsync=none",
     "core.compression=1",
     "gc.auto=0",
+    # Whoever turns it off for speed would not be told of files that would be lost.
+    "status.showUntrackedFiles=normal",
 )
 
 # What git leaves in .git while an operation waits for the user, and its name.

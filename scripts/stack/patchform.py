@@ -15,6 +15,9 @@ ZERO_COMMIT = f"From {'0' * 40} Mon Sep 17 00:00:00 2001\n"
 MAX_NAME = 100
 
 _MARKER = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|={7}$|>{7})")
+# In prose seven equals signs may be a heading's underline.
+_MARKER_IN_PROSE = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|>{7})")
+PROSE = (".md", ".rst", ".txt")
 
 # Where git am ends the message, or takes a line of it for a header.
 _NO_TEXT = re.compile(
@@ -43,9 +46,19 @@ def file_name(subject: str) -> str:
     return stem[:MAX_NAME].rstrip("-") + ".patch"
 
 
+def changes_mode(diff: str) -> bool:
+    """Tell whether the diff makes a file executable, or no longer so."""
+    return re.search(r"(?m)^(?:old|new) mode \d", diff) is not None
+
+
 def has_markers(diff: str) -> bool:
     """Tell whether the diff adds or removes a line of a conflict."""
-    return _MARKER.search(diff) is not None
+    for file in re.split(r"(?m)^diff --git ", diff):
+        names, _, hunks = file.partition("\n")
+        marker = _MARKER_IN_PROSE if names.endswith(PROSE) else _MARKER
+        if marker.search(hunks):
+            return True
+    return False
 
 
 def message_problem(subject: str, body: str) -> str | None:

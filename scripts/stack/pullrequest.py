@@ -38,9 +38,8 @@ _OWN_FIELDS = re.compile(
 )
 TEST_SECONDS = 1800
 
-# Lines around a change. Whole functions would be too much: upstream declares options
-# in one of 1,000 lines, and the mail of a patch of 180 lines had 3,000.
-CONTEXT = 25
+# Lines around a change: a number that no file has, so that a mail shows all of it.
+WHOLE_FILES = 10**6
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,18 @@ def create(
     overlay: Overlay,
     identity: Identity,
     run_tests: bool,
+    context: int = WHOLE_FILES,
 ) -> list[str]:
     """Write the mails into the folder, the cover letter first.
+
+    Args:
+        base: The base.
+        sdist: Its source distribution.
+        folder: A new or an empty folder.
+        overlay: Our own files.
+        identity: Who sends them.
+        run_tests: Whether to run the tests that they bring.
+        context: How many lines around a change they show.
 
     Returns:
         What upstream's checks object to, and failing tests; empty if all is well.
@@ -102,7 +111,7 @@ def create(
         # For the names of the functions, and not of their classes, beside the hunks.
         (tree / ".git" / "info" / "attributes").write_text("*.py diff=python\n")
         git(
-            *("format-patch", "--quiet", "--full-index", f"--unified={CONTEXT}"),
+            *("format-patch", "--quiet", "--full-index", f"--unified={context}"),
             *("--numbered", "--cover-letter", f"--output-directory={mails}"),
             *("--signoff", "--no-signature", f"{checkout.BASE_TAG}..pr"),
             env=identity.committer,

@@ -43,7 +43,7 @@ class PackageFiles:
     def get(self, name: str) -> bytes | None:
         return self._files[name][0] if name in self._files else None
 
-    def files(self) -> Iterator[tuple[str, bytes, bool]]:
-        """Yield the files: name, content, whether it is executable."""
+    def files(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield the files: name, size in bytes, whether it is executable."""
         for name, (data, is_executable) in self._files.items():
-            yield name, data, is_executable
+            yield name, len(data), is_executable

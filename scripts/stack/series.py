@@ -19,6 +19,7 @@ from unidiff import Hunk, PatchedFile, PatchSet
 from unidiff.constants import LINE_TYPE_NO_NEWLINE
 from unidiff.errors import UnidiffParseError
 
+from . import patchform
 from .errors import StackError
 
 
@@ -46,6 +47,10 @@ class Patch:
             raise StackError(
                 f"{self.name} has carriage returns at the ends of its lines (CRLF): "
                 "turn them into line feeds."
+            )
+        if patchform.changes_mode(diff):
+            raise StackError(
+                f"{self.name} changes a file's mode, which a wheel does not take over."
             )
         # unidiff leaves out, without a word, the lines that the header has not.
         if header := _miscounted(diff):
@@ -105,6 +110,28 @@ def names(listing: str) -> list[str]:
     return [name for line in lines for name in line.partition("#")[0].split()]
 
 
+def listing(patches: Iterable[str], source: "Source | None", folder: Path) -> str:
+    """Return the content of a `series` of these patches.
+
+    Comments of the one that the folder has stay with the patch that they are beside or
+    above; those of a patch that is gone go.
+    """
+    file = folder / "series"
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    lines: dict[str, str] = {}
+    above = ""
+    for line in text.splitlines():
+        if _SOURCE.match(line):
+            continue
+        above += f"{line}\n"
+        if len(named := names(line)) == 1:
+            lines[named[0]] = above
+        if named:
+            above = ""
+    kept = [lines.get(name, f"{name}\n") for name in patches]
+    return f"{source or ''}" + "".join(kept) + above
+
+
 def touched(patches: Iterable[Patch]) -> set[str]:
     """Return the paths of the files that the patches change."""
     return {file.path for patch in patches for file in patch.files}
@@ -126,11 +153,14 @@ class Source:
         return f"# Rebased from {self.version}, stack {self.stack_sha256}\n"
 
 
+_SOURCE = re.compile(r"(?m)# Rebased from (\S+), stack ([0-9a-f]{64})$")
+
+
 def source(folder: Path) -> Source | None:
     """Return what the first line of the folder's series says of its origin."""
     path = folder / "series"
     text = path.read_text(errors="replace") if path.is_file() else ""
-    match = re.match(r"# Rebased from (\S+), stack ([0-9a-f]{64})$", text, re.MULTILINE)
+    match = _SOURCE.match(text)
     return Source(*match.groups()) if match else None
 
 

@@ -72,12 +72,14 @@ def _drift(base: Base, default: Base, stack: list[series.Patch]) -> str | None:
 def _unfinished(root: Path) -> Iterator[str]:
     """Yield what the working tree, checkouts and the editable tree hold of work."""
     if (root / ".git").exists():
-        changed = Git(root)("status", "--porcelain", "--", "patches", "vllm")
+        changed = Git(root)("status", "--porcelain")
         if changed:
             yield from ("", "Not committed in this repository:")
             yield from (f"  {line}" for line in changed.splitlines())
     for folder in sorted((root / "build").glob("stack-*")):
-        yield from ("", f"The checkout {folder}: {_checkout_state(root, folder)}")
+        state = _checkout_state(root, folder)
+        # The sentence of an error may have the folder in it.
+        yield from ("", state if str(folder) in state else f"{folder} {state}")
     for folder in rebase.folders(root):
         version = folder.name.removeprefix("rebase-")
         yield from ("", f"A rebase to {version} is under way in {folder}.")

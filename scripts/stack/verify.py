@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from . import checkout, fetch, interfaces, overlay, pins, sdist, series
+from . import checkout, fetch, interfaces, overlay, pins, sdist, series, unpack
 from .errors import StackError
 from .fork import package_edits
 from .overlay import Overlay
@@ -133,18 +133,9 @@ def _run_problems(stack: _Stack) -> list[str]:
 
 def package_tree(base: Base) -> Path:
     """Return a folder with the Python files of the base's package, unpatched."""
-    folder = fetch.cache_dir() / "tree" / base.sdist.sha256
-    if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            draft = Path(scratch, "tree")
-            files = sdist.members(
-                fetch.fetch(base.sdist),
-                lambda path: path.startswith("vllm/") and path.endswith(".py"),
-            )
-            for path, _, data in files:
-                file = draft / path
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(data)
-            os.rename(draft, folder)
-    return folder
+    return unpack.unpacked(
+        fetch.fetch(base.sdist),
+        fetch.cache_dir() / "tree" / base.sdist.sha256,
+        base.sdist.sha256,
+        lambda path: path.startswith("vllm/") and path.endswith(".py"),
+    )

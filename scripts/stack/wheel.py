@@ -36,12 +36,12 @@ class BaseWheel(ZipFile):
     def get(self, name: str) -> bytes | None:
         return self.read(name) if name in self._names else None
 
-    def files(self) -> Iterator[tuple[str, bytes, bool]]:
-        """Yield the package's files: name, content, whether it is executable."""
+    def files(self) -> Iterator[tuple[str, int, bool]]:
+        """Yield the package's files: name, size in bytes, whether it is executable."""
         for info in self.infolist():
             if not info.is_dir() and not info.filename.startswith(self.dist_info):
                 is_executable = bool(info.external_attr >> 16 & 0o111)
-                yield info.filename, self.read(info), is_executable
+                yield info.filename, info.file_size, is_executable
 
     def like(self, name: str, model: str) -> ZipInfo:
         """Return an entry of the name with the model's date and permissions."""

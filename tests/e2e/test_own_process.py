@@ -10,7 +10,7 @@ import uuid
 import psutil
 import pytest
 
-from demo_lib import interrupts
+import interrupts
 from demo_lib.own_process import SHM_DIR, own_process
 
 # Says the pid of a grandchild that is an orphan at once and deaf to SIGTERM.
@@ -43,11 +43,8 @@ def shm_path():
 @pytest.fixture
 def handlers():
     """The demo's signal handlers, for one test."""
-    before = {signum: signal.getsignal(signum) for signum in interrupts.SIGNALS}
-    interrupts.install()
-    yield
-    for signum, handler in before.items():
-        signal.signal(signum, handler)
+    with interrupts.installed():
+        yield
 
 
 def say_until(process, word):

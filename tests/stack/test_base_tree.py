@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from stack import base_tree, fetch, pins
+from stack import base_tree, fetch, lock, pins
 from stack.errors import StackError
 
 
@@ -49,6 +51,44 @@ def test_a_tree_follows_the_repository(two):
 
     assert base_tree.make(two.root, "1.3.0").path == path
     assert (path / "vllm/more.py").exists()
+
+
+@pytest.mark.parametrize("version", ["1.3.0", "1.2.3"])
+def test_a_tree_gets_back_what_it_has_lost(two, version):
+    """From the sdist, and from the wheel."""
+    text = (two.root / "patches/upstream.toml").read_text()
+    record = "1.2.3" if version == "1.3.0" else "1.3.0"
+    two.write(
+        "patches/upstream.toml",
+        text.replace('default = "1.2.3"', f'default = "{record}"'),
+    )
+    path = base_tree.make(two.root, version).path
+    engine = (path / "vllm/engine.py").read_bytes()
+    (path / "vllm/engine.py").unlink()
+    (path / "vllm/other.py").write_text("")
+    base_tree.make(two.root, version)
+
+    assert (path / "vllm/engine.py").read_bytes() == engine
+    assert (path / "vllm/other.py").read_text() == "other\n"
+
+
+def test_two_that_make_a_tree_wait_for_each_other(two):
+    (two.root / "build").mkdir()
+    program = (
+        "from pathlib import Path; from stack import base_tree\n"
+        f"base_tree.make(Path({str(two.root)!r}), '1.3.0')\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(Path(base_tree.__file__).parents[1])}
+    with ExitStack() as held:
+        held.enter_context(lock.alone(two.root / "build", "nobody"))
+        with subprocess.Popen(
+            [sys.executable, "-c", program], env=env, stderr=subprocess.PIPE, text=True
+        ) as run:
+            assert any("Waiting for another run" in line for line in run.stderr)
+            assert not (two.root / "build/base-1.3.0").exists()
+            held.close()
+    assert run.returncode == 0
+    assert (two.root / "build/base-1.3.0/vllm/arena.py").exists()
 
 
 def test_a_tree_from_the_wheel_is_complete(two, make_patch):

@@ -166,6 +166,11 @@ def content(data: bytes):
     return do
 
 
+def mode(stack: Path) -> None:
+    (stack / "vllm/other.py").chmod(0o755)
+    git(stack, "commit", "--all", "--message=[Core] Mine")
+
+
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
@@ -179,6 +184,7 @@ def content(data: bytes):
         (message("[PATCH] [Core] It"), "has a subject that would not come back"),
         (message("Re: [Core] It"), "has a subject that would not come back"),
         (message("[Core] It  does"), "has a subject that would not come back"),
+        (mode, "changes a file's mode"),
         (content(b"\xe9\n"), "is no text in UTF-8"),
         (content(b"\0\1\2"), "is no text in UTF-8"),
         (content(b"a\n=======\nb\n"), "has the markers of a conflict"),
@@ -295,6 +301,61 @@ def test_patches_that_may_not_be_written(project, stack):
     with pytest.raises(StackError, match="cannot be written"):
         export(project, stack, force=True)
     assert patch_files(project.base) == before
+
+
+def test_an_export_that_cannot_write_all_writes_nothing(project, with_overlay):
+    for name in ("vllm/arena.py", "tests/test_arena.py"):
+        (with_overlay / name).write_text("changed\n")
+    git(with_overlay, "commit", "--all", "--amend", "--no-edit", "--author=C <c@e.org>")
+    (project.root / "vllm/arena.py").unlink()
+    (project.root / "vllm/arena.py/in_the_way").mkdir(parents=True)
+    before = patch_files(project.base)
+
+    with pytest.raises(StackError, match=r"arena\.py is a folder"):
+        export(project, with_overlay, force=True)
+    assert patch_files(project.base) == before
+    assert [path.name for path in (project.root / "tests").iterdir()] == [
+        "test_arena.py"
+    ]
+    assert (project.root / "tests/test_arena.py").read_text() == "arena\n"
+
+
+def test_a_removed_patch_is_kept_beside_an_earlier_one_of_its_name(project, stack):
+    name = "misc-a-2nd-one.patch"
+    texts = []
+    for author in ("C <c@e.org>", "D <d@e.org>"):
+        git(stack, "commit", "--amend", "--no-edit", f"--author={author}")
+        head = git(stack, "rev-parse", "HEAD").strip()
+        export(project, stack)
+        texts.append((project.base.patches / name).read_text())
+        git(stack, "reset", "--quiet", "--hard", "HEAD~")
+        removed = export(project, stack).removed
+        assert removed[f"patches/1.2.3/{name}"].read_text() == texts[-1]
+        git(stack, "reset", "--quiet", "--hard", head)
+
+    kept = (project.root / "build/removed/patches/1.2.3").iterdir()
+    assert sorted(path.read_text() for path in kept) == sorted(texts)
+
+
+def test_comments_of_the_series_stay(project, stack):
+    listing = (
+        "# Rebased from 1.2.2, stack " + "0" * 64 + "\n"
+        "# why it is first\n\n"
+        "core-add-a-hook.patch  # beside it\n"
+        "# of the second\n"
+        "misc-a-2nd-one.patch\n"
+        "# the end\n"
+    )
+    project.write("patches/1.2.3/series", listing)
+    git(stack, "commit", "--amend", "--no-edit", "--author=C <c@e.org>")
+    export(project, stack)
+    assert (project.base.patches / "series").read_text() == listing
+
+    git(stack, "reset", "--quiet", "--hard", "HEAD~")
+    export(project, stack)
+    assert (project.base.patches / "series").read_text() == listing.replace(
+        "# of the second\nmisc-a-2nd-one.patch\n", ""
+    )
 
 
 OWNED = '"core-add-a-hook.patch" = ["vllm/arena.py", "tests/test_arena.py"]\n'
@@ -448,6 +509,11 @@ def ignored_file(stack: Path) -> None:
     (stack / "notes/mine").touch()
 
 
+def untracked_file_where_git_is_not_to_look(stack: Path) -> None:
+    git(stack, "config", "status.showUntrackedFiles", "no")
+    (stack / "mine").touch()
+
+
 @pytest.mark.parametrize(
     ("do", "holds"),
     [
@@ -457,6 +523,7 @@ def ignored_file(stack: Path) -> None:
         (stash, "has a stash"),
         (ignored_file, "has the ignored file notes"),
         (lambda stack: (stack / "mine").touch(), "has the untracked file mine"),
+        (untracked_file_where_git_is_not_to_look, "has the untracked file mine"),
         (
             lambda stack: (stack / "vllm/engine.py").write_text("mine\n"),
             "has changes that are not committed",

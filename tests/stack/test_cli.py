@@ -2,6 +2,7 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ sys.exit(cli.main(Path(sys.argv[1]), sys.argv[2:]))
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
 )
 def test_a_run_that_is_stopped_leaves_nothing(
     project, make_patch, tmp_path, monkeypatch, number, code
@@ -43,9 +45,52 @@ def test_a_run_that_is_stopped_leaves_nothing(
         _, error = run.communicate()
 
     assert run.returncode == code
-    assert error.splitlines()[-1] == "error: interrupted."
+    assert error.splitlines()[-1] == f"error: stopped by {number.name}."
     assert "Traceback" not in error
     assert list((project.root / "build").iterdir()) == []
+
+
+@pytest.fixture
+def script(project):
+    """scripts/fork of the made-up project, in the environment of the tests."""
+    shutil.copytree(SCRIPTS, project.root / "scripts")
+    (project.root / ".venv").symlink_to(sys.prefix)
+    return project.root / "scripts/fork"
+
+
+def test_ctrl_c_while_it_loads_is_one_sentence(project, script):
+    """Whatever of its modules is loaded then."""
+    project.write(
+        "scripts/stack/cli.py",
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(300)\n",
+    )
+    done = subprocess.run([script, "status"], capture_output=True, text=True)
+
+    assert (done.returncode, done.stderr) == (130, "error: stopped by SIGINT.\n")
+
+
+def test_text_is_utf_8_in_any_locale(project, script, make_patch, tmp_path):
+    text = make_patch().replace("From: A Person", "From: Å Person")
+    project.add_patch("core-add-a-hook.patch", text)
+    for name, value in (("name", "Sølve"), ("email", "s@example.org")):
+        subprocess.run(
+            ["git", "config", "--file", tmp_path / ".gitconfig", f"user.{name}", value],
+            check=True,
+        )
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [script, "pr", "--no-tests"],
+        env=os.environ | locale | {"HOME": str(tmp_path)},
+        capture_output=True,
+    )
+
+    # Ruff has something to say of the made-up files.
+    assert b"Traceback" not in done.stderr
+    _, mail = sorted((project.root / "build/pr-1.2.3").iterdir())
+    assert "Signed-off-by: Sølve <s@example.org>" in mail.read_text("utf-8")
 
 
 @pytest.mark.parametrize("verb", [("apply",), ("rebase", "--to", "1.3.0")])

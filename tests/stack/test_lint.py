@@ -76,6 +76,7 @@ def test_ownership_that_is_no_list_of_paths(project, make_patch, paths):
         ("-line 10\n+hook\n", "-# line 10\n+# hook\n", "changes no code"),
         ("+hook\n", "+<<<<<<< HEAD\n", "markers of a conflict"),
         ("+hook\n", "+=======\n", "markers of a conflict"),
+        ("--- a/", "old mode 100644\nnew mode 100755\n--- a/", "a file's mode"),
         ("-line 10\n", "-||||||| base\n", "markers of a conflict"),
         ("--- a/vllm/engine.py", "new file mode 100644\n--- /dev/null", "a new file"),
     ],
@@ -88,6 +89,13 @@ def test_each_fault_is_named(project, make_patch, old, new, problem):
     found = lint.problems(project.base.patches)
 
     assert any(re.search(problem, sentence) for sentence in found), found
+
+
+def test_a_headings_underline_is_no_marker(project, make_patch):
+    text = make_patch().replace("+hook\n", "+=======\n")
+    project.add_patch(NAME, text.replace("vllm/engine.py", "docs/engine.md"))
+
+    assert lint.problems(project.base.patches) == []
 
 
 def test_two_hunks_that_overlap(project, make_patch):

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from stack import fetch, upstream_tests
+from stack import fetch, pins, upstream_tests
 from stack.errors import StackError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -170,6 +171,55 @@ def test_a_signal_ends_pytest_and_what_its_tests_have_started(number, tmp_path):
     killed = number == signal.SIGKILL
     assert process.returncode == (-number if killed else 128 + number)
     assert (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_tests_leaves_nothing(number, tmp_path):
+    os.mkfifo(tmp_path / "started")
+    program = (
+        "import pathlib, run_tests, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def run(argv, folder, scratch):\n"
+        f"    pathlib.Path({str(tmp_path / 'started')!r}).write_text('')\n"
+        "    time.sleep(300)\n"
+        "run_tests.run = run\n"
+        "sys.exit(run_tests.main())\n"
+    )
+    (tmp_path / "scratch").mkdir()
+    env = {"PYTHONPATH": str(ROOT / "scripts"), "TMPDIR": str(tmp_path / "scratch")}
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        env=os.environ | env,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        (tmp_path / "started").read_text()
+        process.send_signal(number)
+        _, error = process.communicate()
+
+    assert process.returncode == 128 + number
+    assert error == f"error: stopped by {number.name}.\n"
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_engines_need_compiled_parts(runner, project, monkeypatch):
+    """Told at once, not by what fails at their start."""
+    monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
+    base = replace(project.base, version="1.3.0", wheels={})
+    pins.add_base(project.root, base)
+    project.write("patches/1.3.0/series", "")
+    project.write("tests/upstream/selection.toml", "files = []\n")
+    project.write("tests/e2e/test_it.py", "")
+    names = runner["run"].__globals__
+    monkeypatch.setitem(names, "ROOT", project.root)
+    selection = project.root / "tests/upstream/selection.toml"
+    monkeypatch.setitem(names, "SELECTION", selection)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+
+    argv = ["--base", "1.3.0", "tests/e2e/test_it.py"]
+    with pytest.raises(StackError, match="vLLM 1.3.0, without a CPU wheel"):
+        runner["run"](argv, project.root, project.root)
 
 
 def test_help_needs_no_environment(tmp_path):

@@ -77,6 +77,29 @@ def test_it_names_work_in_checkouts(project, lines):
     assert "has changes that are not committed" in lines()
 
 
+def test_a_checkout_that_is_none_is_named_once(project, lines):
+    folder = project.root / "build/stack-1.2.3"
+    Git(project.root)("init", "--quiet", str(folder))
+
+    (line,) = (line for line in lines().splitlines() if str(folder) in line)
+    assert line == f"{folder} has no tag fork-base, which `apply` gives it."
+
+
+@pytest.mark.parametrize("path", ["vllm/new.py", "tests/new.py", "docs/new.md"])
+def test_it_names_what_is_not_committed(project, lines, path):
+    git = Git(project.root)
+    git("init", "--quiet")
+    # As some have it for speed.
+    git("config", "status.showUntrackedFiles", "no")
+    git("add", "--all")
+    git("commit", "--quiet", "--message=it", env=checkout.TOOL)
+    assert "Not committed" not in lines()
+
+    project.write(path, "")
+    folder, _, _ = path.partition("/")
+    assert f"Not committed in this repository:\n  ?? {folder}" in lines()
+
+
 def test_it_names_what_the_editable_tree_lacks(project, lines, make_patch, monkeypatch):
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     tree = editable.tree_path(project.root)

@@ -25,12 +25,24 @@ class Interrupted(BaseException):
         self.exit_status = 128 + signum
 
 
-def install() -> None:
-    """Turn the first of these signals into `Interrupted`, in the main thread."""
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Turn the first of these signals into `Interrupted`, in the main thread.
+
+    What the program was started to ignore (`nohup`, a background job) it ignores.
+    """
     global _raised
     _raised = False
-    for signum in SIGNALS:
-        signal.signal(signum, _handle)
+    before = {
+        signum: signal.signal(signum, _handle)
+        for signum in SIGNALS
+        if signal.getsignal(signum) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
