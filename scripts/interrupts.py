@@ -4,7 +4,7 @@
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -27,22 +27,29 @@ class Interrupted(BaseException):
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Turn the first of these signals into `Interrupted`, in the main thread.
+    """Turn the first of these signals into `Interrupted`, in the main thread."""
+    global _raised
+    _raised = False
+    with handled_by(_handle):
+        yield
+
+
+@contextlib.contextmanager
+def handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let the function handle these signals.
 
     What the program was started to ignore (`nohup`, a background job) it ignores.
     """
-    global _raised
-    _raised = False
     before = {
-        signum: signal.signal(signum, _handle)
+        signum: signal.signal(signum, handler)
         for signum in SIGNALS
         if signal.getsignal(signum) is not signal.SIG_IGN
     }
     try:
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum, former in before.items():
+            signal.signal(signum, former)
 
 
 @contextlib.contextmanager

@@ -131,17 +131,8 @@ def passing_on_signals(process: subprocess.Popen) -> Iterator[None]:
         asked.append(number)
         process.send_signal(signal.SIGINT)
 
-    numbers = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-    before = {
-        number: signal.signal(number, end)
-        for number in numbers
-        if signal.getsignal(number) is not signal.SIG_IGN
-    }
-    try:
+    with interrupts.handled_by(end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if asked:
         sys.exit(128 + asked[0])
 
