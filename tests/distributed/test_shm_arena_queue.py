@@ -477,41 +477,17 @@ def test_queue_without_the_flag_has_no_arena():
     assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG))
 
 
-def in_another_thread(call: Callable[[], None]) -> Any:
-    """An object that has another thread make the call when it is pickled."""
-
-    class Interlude:
-        def __reduce__(self) -> tuple:
-            with ThreadPoolExecutor(1) as thread:
-                thread.submit(call).result(TIMEOUT)
-            return str, ("after it",)
-
-    return Interlude()
+def here(call: Callable[[], None]) -> None:
+    call()
 
 
-def test_message_of_another_thread_does_not_commit_this_one():
-    writer, reader = make_queues()
-    inner = in_another_thread(lambda: writer.enqueue(patterned(BIG, 1)))
-    with pytest.raises((AttributeError, TypeError, ValueError)):
-        writer.enqueue([patterned(BIG), inner, threading.Lock()])
-    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
-    assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
-
-
-def test_failure_in_another_thread_does_not_roll_this_one_back():
-    writer, reader = make_queues()
-
-    def fail_to_send() -> None:
-        with pytest.raises((AttributeError, TypeError, ValueError)):
-            writer.enqueue([patterned(BIG, 1), threading.Lock()])
-
-    writer.enqueue([patterned(BIG), in_another_thread(fail_to_send)])
-    assert free_slots(writer.tensor_arena) == N_SLOTS - 9
-    assert torch.equal(reader.dequeue(timeout=TIMEOUT)[0], patterned(BIG))
+def in_another_thread(call: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result(TIMEOUT)
 
 
 def while_pickled(call: Callable[[], None]) -> Any:
-    """An object that makes the call, in the same thread, when it is pickled."""
+    """An object that makes the call when it is pickled."""
 
     class Interlude:
         def __reduce__(self) -> tuple:
@@ -521,16 +497,18 @@ def while_pickled(call: Callable[[], None]) -> Any:
     return Interlude()
 
 
-def test_message_sent_while_another_is_pickled_does_not_commit_it():
+@pytest.mark.parametrize("run", [here, in_another_thread])
+def test_message_sent_while_another_is_pickled_does_not_commit_it(run):
     writer, reader = make_queues()
-    inner = while_pickled(lambda: writer.enqueue(patterned(BIG, 1)))
+    inner = while_pickled(lambda: run(lambda: writer.enqueue(patterned(BIG, 1))))
     with pytest.raises((AttributeError, TypeError, ValueError)):
         writer.enqueue([patterned(BIG), inner, threading.Lock()])
     assert free_slots(writer.tensor_arena) == N_SLOTS - 9
     assert torch.equal(reader.dequeue(timeout=TIMEOUT), patterned(BIG, 1))
 
 
-def test_failure_while_another_is_pickled_does_not_roll_it_back():
+@pytest.mark.parametrize("run", [here, in_another_thread])
+def test_failure_while_another_is_pickled_does_not_roll_it_back(run):
     """Else its first tensor's slots would go to its last, and be read twice."""
     writer, reader = make_queues()
 
@@ -538,7 +516,8 @@ def test_failure_while_another_is_pickled_does_not_roll_it_back():
         with pytest.raises((AttributeError, TypeError, ValueError)):
             writer.enqueue([patterned(BIG, 1), threading.Lock()])
 
-    writer.enqueue([patterned(BIG), while_pickled(fail_to_send), patterned(BIG, 2)])
+    inner = while_pickled(lambda: run(fail_to_send))
+    writer.enqueue([patterned(BIG), inner, patterned(BIG, 2)])
     first, _, last = reader.dequeue(timeout=TIMEOUT)
     assert is_diverted(writer, first) and is_diverted(writer, last)
     assert torch.equal(first, patterned(BIG)) and torch.equal(last, patterned(BIG, 2))
@@ -603,18 +582,6 @@ assert (got == 7).all()
 """
 
 
-def test_process_with_a_view_that_outlives_the_queue_ends_quietly():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", VIEW_OUTLIVES_QUEUE],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    assert done.returncode == 0, done.stderr
-    for noise in ("Error", "Exception", "leaked", "Traceback"):
-        assert noise not in done.stderr, done.stderr
-
-
 THREAD_READS_AT_EXIT = """
 import atexit, threading
 passed = threading.Semaphore(0)
@@ -646,9 +613,12 @@ passed.acquire()
 """
 
 
-def test_process_with_a_thread_in_dequeue_ends_quietly():
+@pytest.mark.parametrize(
+    "program", [VIEW_OUTLIVES_QUEUE, THREAD_READS_AT_EXIT], ids=["view", "thread"]
+)
+def test_process_in_which_something_outlives_the_queue_ends_quietly(program):
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", THREAD_READS_AT_EXIT],
+        [sys.executable, "-W", "ignore", "-c", program],
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
