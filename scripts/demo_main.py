@@ -16,30 +16,30 @@ def use_base() -> None:
         return
     # Not installed where the demo is all that was asked for.
     from stack import base_tree
-    from stack.errors import StackError
+    from stack.errors import StackError, sentence
 
     try:
         version, sys.argv[1:] = base_tree.split_option(sys.argv[1:])
         tree = base_tree.make(Path(__file__).resolve().parents[1], version)
         if not tree.is_complete:
             raise StackError(f"vLLM {version} has no CPU wheel, which the demo needs.")
-    except StackError as e:
-        raise SystemExit(f"error: {e}") from None
+    except (StackError, OSError) as e:
+        raise SystemExit(f"error: {sentence(e)}") from None
     tree.use()
 
 
 def main() -> int:
     """Run the demo; the exit status is 0 only if all went as it should."""
-    try:
-        with interrupts.installed():
+    with interrupts.installed():
+        try:
             use_base()
             # Takes seconds, in which a Ctrl-C must not be a traceback.
             from demo_lib import show
 
             return show.main()
-    except interrupts.Interrupted as interrupt:
-        print(f"demo: stopped by {interrupt}, nothing is left.", file=sys.stderr)
-        return interrupt.exit_status
+        except interrupts.Interrupted as interrupt:
+            print(f"demo: stopped by {interrupt}, nothing is left.", file=sys.stderr)
+            return interrupt.exit_status
 
 
 if __name__ == "__main__":

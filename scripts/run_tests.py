@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import FrameType
 
 import interrupts
-from stack.errors import StackError
+from stack.errors import StackError, sentence
 
 ROOT = Path(__file__).resolve().parent.parent
 SELECTION = ROOT / "tests" / "upstream" / "selection.toml"
@@ -102,7 +102,7 @@ def sort_arguments(
         if value_follows or arg.startswith("-"):
             args.options.append(arg)
         elif (root / path).exists():
-            args.ours.append(path + colons + name)
+            args.ours.append(os.path.relpath(root / path, root) + colons + name)
         elif (upstream / path).exists():
             args.upstream.append(path + colons + name)
         elif after_option:  # the value of an option that VALUED lacks
@@ -112,6 +112,11 @@ def sort_arguments(
         value_follows = arg in VALUED and not value_follows
         after_option = arg.startswith("--") and "=" not in arg
     return args
+
+
+def has_engines(path: str) -> bool:
+    chosen, engines = PurePosixPath(path.partition("::")[0]), PurePosixPath(ENGINES)
+    return chosen.is_relative_to(engines) or engines.is_relative_to(chosen)
 
 
 def end_with_parent() -> None:
@@ -186,10 +191,10 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
     files = selection["files"]
     # Upstream's tests of its own arena, whose place ours takes.
     left_out = ["-k", "not arena"] if base.replaces else []
-    if not tree.is_complete and any(path.startswith(ENGINES) for path in args.ours):
+    if not tree.is_complete and any(map(has_engines, args.ours)):
         raise StackError(
             f"{ENGINES} starts engines, for which vLLM {base.version}, without a CPU "
-            "wheel, lacks the compiled parts."
+            "wheel, lacks the compiled parts: choose other tests."
         )
     if not tree.is_complete and not args.any_path:
         print(f"vLLM {base.version} has no CPU wheel: only the queue's tests run.")
@@ -236,18 +241,16 @@ def main() -> int:
     # Where pytest looks for the overlay's neighbours, the fork must be found,
     # and not what lies in the current folder.
     os.chdir(ROOT)
-    try:
-        with (
-            interrupts.installed(),
-            tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch,
-        ):
-            return run(sys.argv[1:], folder, Path(scratch))
-    except StackError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except interrupts.Interrupted as interrupt:
-        print(f"error: stopped by {interrupt}.", file=sys.stderr)
-        return interrupt.exit_status
+    with interrupts.installed():
+        try:
+            with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
+                return run(sys.argv[1:], folder, Path(scratch))
+        except (StackError, OSError) as e:
+            print(f"error: {sentence(e)}", file=sys.stderr)
+            return 1
+        except interrupts.Interrupted as interrupt:
+            print(f"error: stopped by {interrupt}.", file=sys.stderr)
+            return interrupt.exit_status
 
 
 if __name__ == "__main__":

@@ -29,9 +29,9 @@ COMPARED = (
 TRANSPORT = ("enqueue", "dequeued", "h2d", "on_device")
 RESAMPLES = 9999
 PERCENTILES = {"median": 50, "p90": 90, "p99": 99}
-# With fewer values above it, a percentile is about the largest value, and what a
-# bootstrap says of that is not an interval.
-MIN_ABOVE = 2
+# With fewer values above it a percentile hangs on single values, and a bootstrap draws
+# the same ones again and again.
+MIN_ABOVE = 4
 
 Values = dict[str, list[float]]
 
@@ -67,12 +67,14 @@ def spread(values: list[float]) -> list[str]:
 
 
 def differences(
-    values: Values, pairs: Iterable[tuple[str, str]], percentile: float = 50
+    values: Values, pairs: Iterable[tuple[str, str]], percentile: float
 ) -> list[str]:
-    needed = max(2, MIN_ABOVE / (1 - percentile / 100))
+    def is_enough(arm: str) -> bool:
+        return len(values.get(arm, [])) * (100 - percentile) >= 100 * MIN_ABOVE
+
     return [
         difference(values[a], values[b], percentile)
-        if min(len(values.get(a, [])), len(values.get(b, []))) >= needed
+        if is_enough(a) and is_enough(b)
         else "-"
         for a, b in pairs
     ]

@@ -4,7 +4,6 @@
 
 import ctypes
 import io
-import itertools
 import os
 import shutil
 import tempfile
@@ -13,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePosixPath
+
+import interrupts
 
 from . import patchform, series
 from .errors import StackError
@@ -38,6 +39,9 @@ BRANCH = "stack"
 # What a base's folder of patches is called while it is written, and the one that it
 # takes the place of.
 DRAFT, FORMER = ".new", ".old"
+
+# How a file of ours ends, hidden beside the one that it takes the place of.
+FILE_DRAFT = ".fork-new"
 
 # How the folders begin in which something is made or removed.
 SCRATCH = ".fork-"
@@ -241,10 +245,12 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
     ]
     with _drafts(overlay.root, files) as put_in_place:
         kept = {path: keep(overlay.root, path) for path in removed}
-        replace_patches(base.patches, patches, series.source(base.patches))
-        put_in_place()
-    git("tag", "--force", APPLIED_TAG)
-    git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
+        with interrupts.deferred():
+            # First: what moves from a patch to the overlay must be in one of the two.
+            put_in_place()
+            replace_patches(base.patches, patches, series.source(base.patches))
+            git("tag", "--force", APPLIED_TAG)
+            git("config", STACK_KEY, series.stack_hash(series.load(base.patches)))
     return Exported(list(patches), kept)
 
 
@@ -259,10 +265,10 @@ def _drafts(root: Path, files: dict[str, bytes | None]) -> Iterator[Callable[[],
         for path, data in files.items():
             file = root / path
             if file.is_dir():
-                raise StackError(f"{file} is a folder, and is to be a file.")
+                raise StackError(f"{file} is a folder where a file of ours belongs.")
             if data is not None and _read(file) != data:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                drafts[file] = file.with_name(f"{file.name}{DRAFT}")
+                drafts[file] = file.with_name(f".{file.name}{FILE_DRAFT}")
                 drafts[file].write_bytes(data)
 
         def put_in_place() -> None:
@@ -285,14 +291,13 @@ def keep(root: Path, path: str) -> Path:
     """
     data = (root / path).read_bytes()
     first = root / "build" / "removed" / path
-    for number in itertools.count():
-        # What was removed before may be another one of the same name.
-        copy = first.with_name(f"{first.name}.{number}") if number else first
-        if not copy.exists():
-            write(copy, data)
-        if _read(copy) == data:
-            return copy
-    raise AssertionError("unreachable")
+    copy, number = first, 0
+    # What was removed before may be another one of the same name.
+    while copy.exists() and _read(copy) != data:
+        number += 1
+        copy = first.with_name(f"{first.name}.{number}")
+    write(copy, data)
+    return copy
 
 
 def require_branch(git: Git) -> None:
@@ -411,10 +416,8 @@ def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
                 "that its files belong to."
             )
         _, _, diff = text.partition("\ndiff --git ")
-        if patchform.changes_mode(diff):
-            raise StackError(
-                f"{what} changes a file's mode, which a wheel does not take over."
-            )
+        if patchform.has_modes(diff):
+            raise StackError(f"{what} {patchform.MODES}.")
         if patchform.has_markers(diff):
             raise StackError(f"{what} has the markers of a conflict.")
         name = patchform.file_name(patchform.headers(text)["subject"])
@@ -430,11 +433,13 @@ def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
 def _changed_overlay(git: Git, overlay: Overlay) -> dict[str, bytes | None]:
     """Return the overlay's files that differ from what `create` put there."""
     changed = git("diff", "--name-only", "--no-renames", "-z", APPLIED_TAG, "HEAD")
-    return {
-        path: _read(git.folder / path)
-        for path in changed.split("\0")
-        if path and overlay.owner(path)
-    }
+    paths = [path for path in changed.split("\0") if path and overlay.owner(path)]
+    entries = git("ls-tree", "-z", "HEAD", "--", *paths) if paths else ""
+    for entry in entries.split("\0"):
+        if entry and not entry.startswith("100644 "):
+            path = entry.partition("\t")[2]
+            raise StackError(f"{git.folder / path} {patchform.MODES}.")
+    return {path: _read(git.folder / path) for path in paths}
 
 
 def _refuse_to_overwrite(
@@ -500,8 +505,12 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 def clean(patches: Path) -> None:
     """Undo what a run that was killed has begun; no other must be at work."""
-    for left in (patches.parent / "build").glob(f"{SCRATCH}*"):
+    root = patches.parent
+    for left in (root / "build").glob(f"{SCRATCH}*"):
         shutil.rmtree(left)
+    for top in Overlay.load(root).folders():
+        for draft in top.rglob(f".*{FILE_DRAFT}"):
+            draft.unlink()
     for former in patches.glob(f".*{FORMER}"):
         folder = former.with_name(former.name[1:].removesuffix(FORMER))
         if not folder.exists():

@@ -25,25 +25,26 @@ from . import (
     verify,
     wheel_diff,
 )
-from .errors import StackError
+from .errors import StackError, sentence
 from .fork import Fork
 from .overlay import Overlay
 
 
 def main(root: Path, argv: list[str]) -> int:
+    with interrupts.installed():
+        return _told(root, argv)
+
+
+def _told(root: Path, argv: list[str]) -> int:
+    """Run; whatever goes wrong is one sentence."""
     try:
-        with interrupts.installed():
-            return _run(root, argv)
+        return _run(root, argv)
     except BrokenPipeError:
         # Whoever read the output has enough of it.
         sys.stderr.close()
         return 1
-    except StackError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 1
-    except OSError as e:
-        where = f"{e.filename2 or e.filename}: " if e.filename else ""
-        print(f"error: {where}{e.strerror or e}.", file=sys.stderr)
+    except (StackError, OSError) as e:
+        print(f"error: {sentence(e)}", file=sys.stderr)
         return 1
     except interrupts.Interrupted as interrupt:
         print(f"error: stopped by {interrupt}.", file=sys.stderr)
@@ -114,7 +115,7 @@ def _run(root: Path, argv: list[str]) -> int:
     pr.add_argument(
         "--context",
         metavar="LINES",
-        type=int,
+        type=_lines,
         default=pullrequest.WHOLE_FILES,
         help="lines to show around a change; default: the whole file",
     )
@@ -135,6 +136,13 @@ def _run(root: Path, argv: list[str]) -> int:
         with _alone(root):
             return args.run(root, args)
     return args.run(root, args)
+
+
+def _lines(text: str) -> int:
+    # Without a line of context git does not apply what it has written.
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 @contextmanager

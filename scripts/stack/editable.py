@@ -10,6 +10,7 @@ repository, so that a change there is seen at once. After a change of a patch
 import json
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,10 +32,11 @@ def create(fork: Fork, base_file: Path, tree: Path) -> None:
     # Nothing must fail once the old tree is gone.
     with _open(base_file) as base:
         fork.edits(base.get)
-    shutil.rmtree(tree, ignore_errors=True)
+    if tree.exists():
+        shutil.rmtree(tree)
     tree.mkdir(parents=True)
     _save_state(fork, tree, [])
-    sync(fork, base_file, tree)
+    _sync(fork, base_file, tree)
 
 
 def sync(fork: Fork, base_file: Path, tree: Path) -> None:
@@ -42,6 +44,13 @@ def sync(fork: Fork, base_file: Path, tree: Path) -> None:
 
     What it has lost of the base's other files, or has of another size, comes back.
     """
+    for path in _sync(fork, base_file, tree):
+        print(f"{tree / path} was not the base's, and is again.", file=sys.stderr)
+
+
+def _sync(fork: Fork, base_file: Path, tree: Path) -> list[str]:
+    """Do it; return which of the base's files came back."""
+    restored = []
     state = _load_state(fork, tree)
     with _open(base_file) as base:
         edits = fork.edits(base.get)
@@ -59,9 +68,11 @@ def sync(fork: Fork, base_file: Path, tree: Path) -> None:
                 _write(tree / path, base.get(path))
                 if is_executable:
                     (tree / path).chmod(0o755)
+                restored.append(path)
     for path, source in fork.overlay.items():
         _link(tree / path, source)
     _save_state(fork, tree, managed)
+    return restored
 
 
 @contextmanager

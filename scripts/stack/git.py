@@ -42,13 +42,19 @@ _UNDER_WAY = {
 }
 
 
+# What the user says of files and folders, and not of how git works: whose he trusts (in
+# a container, a mounted repository is another user's), and what he never commits.
+USERS = ("safe.directory", "core.excludesFile")
+
+
 @cache
-def _trusted() -> list[str]:
-    """The folders of other users that the user lets git work in: in a container, a
-    mounted repository is one."""
-    command = ["git", "config", "--get-all", "safe.directory"]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
-    return [f"safe.directory={folder}" for folder in done.stdout.splitlines()]
+def _users() -> list[str]:
+    found = []
+    for key in USERS:
+        command = ["git", "config", "--type=path", "--get-all", key]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        found += [f"{key}={value}" for value in done.stdout.splitlines()]
+    return found
 
 
 class Git:
@@ -76,7 +82,7 @@ class Git:
         env: dict[str, str] | None = None,
     ) -> bytes:
         """Run git in the folder and return the bytes it prints."""
-        settings = (*SETTINGS, *_trusted())
+        settings = (*SETTINGS, *_users())
         command = ["git", *(o for s in settings for o in ("-c", s)), *args]
         clean = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
         clean |= {

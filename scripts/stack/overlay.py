@@ -57,6 +57,14 @@ class Overlay:
                 )
         return cls(root, patterns)
 
+    def folders(self) -> set[Path]:
+        """Return the repository's folders that its files are in, or below."""
+        return {
+            self.root / PurePosixPath(pattern).parts[0]
+            for patterns in self.patterns.values()
+            for pattern in patterns
+        }
+
     def owner(self, path: str) -> str | None:
         """Return the name of the patch that the file belongs to."""
         for patch, patterns in self.patterns.items():

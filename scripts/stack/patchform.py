@@ -17,7 +17,10 @@ MAX_NAME = 100
 _MARKER = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|={7}$|>{7})")
 # In prose seven equals signs may be a heading's underline.
 _MARKER_IN_PROSE = re.compile(r"(?m)^[-+](?:<{7}|\|{7}|>{7})")
-PROSE = (".md", ".rst", ".txt")
+PROSE = (".md", ".rst")
+
+# What is wrong with a change that `has_modes`.
+MODES = "makes a file executable, a link, or no longer so, which a wheel does not carry"
 
 # Where git am ends the message, or takes a line of it for a header.
 _NO_TEXT = re.compile(
@@ -46,9 +49,10 @@ def file_name(subject: str) -> str:
     return stem[:MAX_NAME].rstrip("-") + ".patch"
 
 
-def changes_mode(diff: str) -> bool:
-    """Tell whether the diff makes a file executable, or no longer so."""
-    return re.search(r"(?m)^(?:old|new) mode \d", diff) is not None
+def has_modes(diff: str) -> bool:
+    """Tell whether a file of the diff is, or was, no ordinary one."""
+    odd = r"(?m)^(?:old mode|new mode|new file mode(?! 100644$)) "
+    return re.search(odd, diff) is not None
 
 
 def has_markers(diff: str) -> bool:

@@ -250,7 +250,7 @@ def _cover(
     parts = [
         "## Purpose",
         "\n".join(f"- {subject}" for subject in subjects.values()),
-        f"Each says why. They apply to vLLM {base.version}: `git am --keep-non-patch`.",
+        f"Each says why. Made for vLLM {base.version}: `git am -3 --keep-non-patch`.",
         "## Test Plan",
         "\n".join(f"    pytest -v -s {test}" for test in tests),
         "## Test Result",

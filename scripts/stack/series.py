@@ -48,10 +48,8 @@ class Patch:
                 f"{self.name} has carriage returns at the ends of its lines (CRLF): "
                 "turn them into line feeds."
             )
-        if patchform.changes_mode(diff):
-            raise StackError(
-                f"{self.name} changes a file's mode, which a wheel does not take over."
-            )
+        if patchform.has_modes(diff):
+            raise StackError(f"{self.name} {patchform.MODES}.")
         # unidiff leaves out, without a word, the lines that the header has not.
         if header := _miscounted(diff):
             raise StackError(
@@ -113,23 +111,36 @@ def names(listing: str) -> list[str]:
 def listing(patches: Iterable[str], source: "Source | None", folder: Path) -> str:
     """Return the content of a `series` of these patches.
 
-    Comments of the one that the folder has stay with the patch that they are beside or
-    above; those of a patch that is gone go.
+    Comments of the one that the folder has are kept: above all of it, up to a blank
+    line, and above or beside a patch. Those of a patch that is gone go.
     """
     file = folder / "series"
     text = file.read_text(errors="replace") if file.is_file() else ""
-    lines: dict[str, str] = {}
-    above = ""
-    for line in text.splitlines():
-        if _SOURCE.match(line):
-            continue
-        above += f"{line}\n"
-        if len(named := names(line)) == 1:
-            lines[named[0]] = above
-        if named:
+    lines = [line for line in text.splitlines() if not _SOURCE.match(line)]
+    end = lines.index("") + 1 if "" in lines else 0
+    if names("\n".join(lines[:end])):
+        end = 0
+    top, above = lines[:end], ""
+    comments: dict[str, tuple[str, str]] = {}
+    for line in lines[end:]:
+        named = names(line)
+        if not named:
+            above += f"{line}\n"
+        for name in named:
+            _, mark, beside = line.partition("#")
+            comments[name] = (above, f"  {mark}{beside}" if mark else "")
             above = ""
-    kept = [lines.get(name, f"{name}\n") for name in patches]
-    return f"{source or ''}" + "".join(kept) + above
+    patches = list(patches)
+    if len(patches) == len(comments):
+        # A new subject is a new name.
+        for former, name in zip(list(comments), patches):
+            if former not in patches:
+                comments.setdefault(name, comments[former])
+    result = [f"{line}\n" for line in top]
+    for name in patches:
+        before, beside = comments.get(name, ("", ""))
+        result.append(f"{before}{name}{beside}\n")
+    return f"{source or ''}{''.join(result)}{above}"
 
 
 def touched(patches: Iterable[Patch]) -> set[str]:

@@ -77,9 +77,7 @@ def _unfinished(root: Path) -> Iterator[str]:
             yield from ("", "Not committed in this repository:")
             yield from (f"  {line}" for line in changed.splitlines())
     for folder in sorted((root / "build").glob("stack-*")):
-        state = _checkout_state(root, folder)
-        # The sentence of an error may have the folder in it.
-        yield from ("", state if str(folder) in state else f"{folder} {state}")
+        yield from ("", _checkout_state(root, folder))
     for folder in rebase.folders(root):
         version = folder.name.removeprefix("rebase-")
         yield from ("", f"A rebase to {version} is under way in {folder}.")
@@ -96,13 +94,13 @@ def _checkout_state(root: Path, folder: Path) -> str:
     try:
         git = checkout.opened(folder)
         if holds := checkout.work(git):
-            return f"{holds}."
+            return f"{folder} {holds}."
         if git("rev-parse", "HEAD") != git("rev-parse", f"{checkout.APPLIED_TAG}^0"):
-            return "is at an older commit than the last of its stack."
+            return f"{folder} is at an older commit than the last of its stack."
         base = pins.load_base(root, git.get("config", checkout.BASE_KEY))
         stack = series.stack_hash(series.load(base.patches))
     except StackError as e:
         return str(e)
     if stack != git.get("config", checkout.STACK_KEY):
-        return "is of an older series; nothing in it was changed."
-    return "is as it was made."
+        return f"{folder} is of an older series; nothing in it was changed."
+    return f"{folder} is as it was made."

@@ -4,11 +4,11 @@
 
 import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from . import lock, sdist
+from . import checkout, lock, sdist
 
 # In the folder: its key, and the size in bytes of each of its files, by path.
 LISTING = ".unpacked.json"
@@ -37,8 +37,10 @@ def unpacked(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with lock.alone(folder.parent, f"another run that unpacks {archive.name}"):
         if not _is_whole(folder, key):
-            with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-                draft = Path(scratch, "new")
+            for left in folder.parent.glob(f"{checkout.SCRATCH}*"):
+                shutil.rmtree(left)
+            with checkout.scratch(folder.parent) as scratch:
+                draft = scratch / "new"
                 _unpack(archive, draft, wanted)
                 edit(draft)
                 sizes = {
@@ -48,7 +50,7 @@ def unpacked(
                 }
                 (draft / LISTING).write_text(json.dumps({"key": key, "sizes": sizes}))
                 if folder.exists():
-                    folder.rename(Path(scratch, "former"))
+                    folder.rename(scratch / "former")
                 draft.rename(folder)
     return folder
 

@@ -76,12 +76,15 @@ def test_difference_is_none_where_its_interval_spans_zero():
     assert difference(fast, fast[::-1]).startswith("none [")
 
 
-def test_a_single_round_gives_no_interval():
+def test_few_rounds_give_no_interval():
     from serving_bench.report import differences
 
     pair = ("on", "off")
-    assert differences({"on": [1.0], "off": [2.0]}, [pair]) == ["-"]
-    assert differences({"off": [2.0, 2.0]}, [pair]) == ["-"]
+    assert differences({"on": [1.0], "off": [2.0]}, [pair], 50) == ["-"]
+    assert differences({"off": [2.0] * 40}, [pair], 50) == ["-"]
+    many = {"on": [1.0] * 40, "off": [2.0] * 40}
+    assert differences(many, [pair], 90) == ["-1 [-1, -1]"]
+    assert differences(many, [pair], 99) == ["-"]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_a_single_round_gives_no_interval():
             ("tp1-single", "tp1-single-2"),
             ("| 4096 | median | -164 [-171, -159] |", "| 4096 | p99 | - |"),
         ),
-        (("tp1-embeds",), ("| embeds64 | p90 | -51 [-54, -48] |",)),
+        (("tp1-embeds",), ("| embeds64 | median | -49 [-53, -44] |",)),
         (("tp1-mix",), ("| image: TTFT | p90 | -134 [-218, -44] |",)),
         (
             ("tp1-in-flight",),

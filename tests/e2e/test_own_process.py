@@ -47,6 +47,16 @@ def handlers():
         yield
 
 
+def test_what_is_ignored_stays_ignored():
+    """As by `nohup`, or in the background of a shell."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts.installed():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def say_until(process, word):
     """Wait until the log has `word`; the process must not end before."""
     while word not in process.log.read_text():

@@ -171,6 +171,12 @@ def mode(stack: Path) -> None:
     git(stack, "commit", "--all", "--message=[Core] Mine")
 
 
+def link(stack: Path) -> None:
+    (stack / "vllm/link.py").symlink_to("other.py")
+    git(stack, "add", "vllm/link.py")
+    git(stack, "commit", "--message=[Core] Mine")
+
+
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
@@ -184,7 +190,8 @@ def mode(stack: Path) -> None:
         (message("[PATCH] [Core] It"), "has a subject that would not come back"),
         (message("Re: [Core] It"), "has a subject that would not come back"),
         (message("[Core] It  does"), "has a subject that would not come back"),
-        (mode, "changes a file's mode"),
+        (mode, "makes a file executable"),
+        (link, "makes a file executable, a link"),
         (content(b"\xe9\n"), "is no text in UTF-8"),
         (content(b"\0\1\2"), "is no text in UTF-8"),
         (content(b"a\n=======\nb\n"), "has the markers of a conflict"),
@@ -340,7 +347,8 @@ def test_a_removed_patch_is_kept_beside_an_earlier_one_of_its_name(project, stac
 def test_comments_of_the_series_stay(project, stack):
     listing = (
         "# Rebased from 1.2.2, stack " + "0" * 64 + "\n"
-        "# why it is first\n\n"
+        "# of them all\n\n"
+        "# why it is first\n"
         "core-add-a-hook.patch  # beside it\n"
         "# of the second\n"
         "misc-a-2nd-one.patch\n"
@@ -351,10 +359,15 @@ def test_comments_of_the_series_stay(project, stack):
     export(project, stack)
     assert (project.base.patches / "series").read_text() == listing
 
+    git(stack, "commit", "--amend", "--message=[Misc] Reworded")
+    export(project, stack)
+    listing = listing.replace("misc-a-2nd-one", "misc-reworded")
+    assert (project.base.patches / "series").read_text() == listing
+
     git(stack, "reset", "--quiet", "--hard", "HEAD~")
     export(project, stack)
     assert (project.base.patches / "series").read_text() == listing.replace(
-        "# of the second\nmisc-a-2nd-one.patch\n", ""
+        "# of the second\nmisc-reworded.patch\n", ""
     )
 
 
@@ -420,6 +433,51 @@ def test_a_file_that_becomes_ours_moves_from_its_patch(project, with_overlay):
 
     assert (project.root / "vllm/mine.py").read_text() == "mine = 1\n"
     assert not any(b"mine.py" in text for text in patch_files(project.base).values())
+
+
+def test_a_kill_loses_no_file_that_moves_from_its_patch(
+    project, make_patch, killed_everywhere, writes_below
+):
+    """Nor does it leave a draft."""
+    project.add_patch("core-add-a-hook.patch", make_patch())
+    project.write("vllm/arena.py", "arena = 1\n")
+    project.write("patches/overlay.toml", OWNED.replace(', "tests/test_arena.py"', ""))
+    assert cli.main(project.root, ["apply"]) == 0
+    stack = checkout.default_folder(project.root, project.base)
+    (stack / "vllm/mine.py").write_text("mine = 1\n")
+    git(stack, "add", "vllm/mine.py")
+    git(stack, "commit", "--amend", "--no-edit")
+    assert cli.main(project.root, ["export"]) == 0
+    project.write(
+        "patches/overlay.toml", OWNED.replace("tests/test_arena.py", "vllm/mine.py")
+    )
+
+    kills = 0
+    for _ in killed_everywhere(
+        project.root,
+        writes_below(project.root),
+        lambda: cli.main(project.root, ["export"]),
+    ):
+        kills += 1
+        assert cli.main(project.root, ["export"]) == 0
+        assert (project.root / "vllm/mine.py").read_text() == "mine = 1\n"
+        assert len(list((project.root / "vllm").iterdir())) == 2
+        patches = patch_files(project.base).values()
+        assert not any(b"mine.py" in text for text in patches)
+    assert kills > 5
+
+
+def test_a_mode_of_our_file_is_refused(project, with_overlay):
+    (with_overlay / "vllm/arena.py").chmod(0o755)
+    git(with_overlay, "commit", "--all", "--fixup=:/Add a hook")
+    git(
+        with_overlay,
+        *("-c", "sequence.editor=:", "rebase", "--interactive", "--autosquash"),
+        "fork-base",
+    )
+
+    with pytest.raises(StackError, match=r"arena\.py makes a file executable"):
+        export(project, with_overlay)
 
 
 def test_a_commit_of_our_files_alone_is_no_patch(project, with_overlay):

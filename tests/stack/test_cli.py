@@ -50,6 +50,13 @@ def test_a_run_that_is_stopped_leaves_nothing(
     assert list((project.root / "build").iterdir()) == []
 
 
+@pytest.mark.parametrize("lines", ["0", "-1", "many"])
+def test_a_change_needs_lines_around_it(project, capsys, lines):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(project.root, ["pr", f"--context={lines}"])
+    assert "argument --context: invalid" in capsys.readouterr().err
+
+
 @pytest.fixture
 def script(project):
     """scripts/fork of the made-up project, in the environment of the tests."""

@@ -70,6 +70,24 @@ def test_stale_bytecode_is_removed(project, tree, make_patch):
     assert not cached.exists()
 
 
+def test_what_a_tree_has_lost_comes_back_and_is_named(project, tree, capsys):
+    (tree / "vllm/other.py").unlink()
+    sync(project, tree)
+
+    assert (tree / "vllm/other.py").read_text() == "other\n"
+    assert capsys.readouterr().err == (
+        f"{tree / 'vllm/other.py'} was not the base's, and is again.\n"
+    )
+
+
+def test_a_tree_that_cannot_be_made_anew_is_kept(project, tree, make_patch):
+    project.write("patches/1.2.3/hook.patch", make_patch(at=8))
+
+    with pytest.raises(StackError, match=r"hook\.patch does not apply"):
+        editable.create(project.fork, fetch.fetch(project.fork.distribution), tree)
+    assert "\nhook\n" in (tree / "vllm/engine.py").read_text()
+
+
 def test_without_a_tree_sync_says_how_to_make_one(project):
     with pytest.raises(StackError, match=r"pip install -e \."):
         sync(project, editable.tree_path(project.root))

@@ -76,7 +76,11 @@ def test_ownership_that_is_no_list_of_paths(project, make_patch, paths):
         ("-line 10\n+hook\n", "-# line 10\n+# hook\n", "changes no code"),
         ("+hook\n", "+<<<<<<< HEAD\n", "markers of a conflict"),
         ("+hook\n", "+=======\n", "markers of a conflict"),
-        ("--- a/", "old mode 100644\nnew mode 100755\n--- a/", "a file's mode"),
+        (
+            "--- a/",
+            "old mode 100644\nnew mode 100755\n--- a/",
+            "makes a file executable",
+        ),
         ("-line 10\n", "-||||||| base\n", "markers of a conflict"),
         ("--- a/vllm/engine.py", "new file mode 100644\n--- /dev/null", "a new file"),
     ],
@@ -91,11 +95,14 @@ def test_each_fault_is_named(project, make_patch, old, new, problem):
     assert any(re.search(problem, sentence) for sentence in found), found
 
 
-def test_a_headings_underline_is_no_marker(project, make_patch):
+@pytest.mark.parametrize(
+    ("path", "n_problems"), [("docs/engine.md", 0), ("CMakeLists.txt", 1)]
+)
+def test_a_headings_underline_is_no_marker(project, make_patch, path, n_problems):
     text = make_patch().replace("+hook\n", "+=======\n")
-    project.add_patch(NAME, text.replace("vllm/engine.py", "docs/engine.md"))
+    project.add_patch(NAME, text.replace("vllm/engine.py", path))
 
-    assert lint.problems(project.base.patches) == []
+    assert len(lint.problems(project.base.patches)) == n_problems
 
 
 def test_two_hunks_that_overlap(project, make_patch):

@@ -202,8 +202,9 @@ def test_a_signal_before_the_tests_leaves_nothing(number, tmp_path):
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
-def test_engines_need_compiled_parts(runner, project, monkeypatch):
-    """Told at once, not by what fails at their start."""
+@pytest.mark.parametrize("path", ["tests/e2e/test_it.py", "./tests/e2e", "tests"])
+def test_engines_need_compiled_parts(runner, project, monkeypatch, path):
+    """Told by a sentence, not by what fails at their start."""
     monkeypatch.setenv("VLLM_TARGET_DEVICE", "cpu")
     base = replace(project.base, version="1.3.0", wheels={})
     pins.add_base(project.root, base)
@@ -217,7 +218,7 @@ def test_engines_need_compiled_parts(runner, project, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "")
 
-    argv = ["--base", "1.3.0", "tests/e2e/test_it.py"]
+    argv = ["--base", "1.3.0", path]
     with pytest.raises(StackError, match="vLLM 1.3.0, without a CPU wheel"):
         runner["run"](argv, project.root, project.root)
 
