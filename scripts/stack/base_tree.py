@@ -72,8 +72,10 @@ def split_option(argv: list[str]) -> tuple[str | None, list[str]]:
         if name == OPTION:
             del rest[i]
             if not value:
-                if i == len(rest):
+                if "=" in arg or i == len(rest):
                     raise StackError(f"{OPTION} needs a version, as in 0.32.0.")
                 value = rest.pop(i)
+            if any(arg.partition("=")[0] == OPTION for arg in rest):
+                raise StackError(f"{OPTION} can be given once.")
             return value, rest
     return None, rest

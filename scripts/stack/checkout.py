@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import interrupts
@@ -133,6 +134,8 @@ def create(
         add_patches(git, patches, overlay)
         git("tag", APPLIED_TAG)
         git("config", BASE_KEY, base.version)
+        # The user's git, in here, has to write the lines as they are, too.
+        git("config", "core.autocrlf", "false")
         git("config", STACK_KEY, series.stack_hash(patches))
         # Fails where another run has put something there meanwhile.
         git.folder.rename(folder)
@@ -226,13 +229,14 @@ def export(base: Base, folder: Path, overlay: Overlay, force: bool = False) -> E
     if git("status", "--porcelain", "--untracked-files=no"):
         raise StackError(f"{folder} has changes that are not committed.")
     patches = patches_of(git, BASE_TAG, overlay)
+    _require_same_again(git, patches, overlay)
     files = _changed_overlay(git, overlay)
     if not force:
         _refuse_to_overwrite(git, base, patches, files, overlay.root)
     # What a patch has brought so far, and the overlay now owns, is in no file yet.
     for path in series.touched(series.load(base.patches)):
         if overlay.owner(path) and not (overlay.root / path).exists():
-            files.setdefault(path, _read(git.folder / path))
+            files.setdefault(path, git.blob("HEAD", path))
     removed = [
         f"patches/{base.version}/{path.name}"
         for path in sorted(base.patches.glob("*.patch"))
@@ -430,6 +434,36 @@ def patches_of(git: Git, start: str, overlay: Overlay) -> dict[str, str]:
     return patches
 
 
+def _require_same_again(git: Git, patches: dict[str, str], overlay: Overlay) -> None:
+    """Refuse what the patches do not give again: lines, files, authors, messages."""
+    parsed = [Patch(name, text) for name, text in patches.items()]
+    edits = series.apply(parsed, partial(git.blob, BASE_TAG))
+    changed = git("diff", "--name-only", "--no-renames", "-z", BASE_TAG, "HEAD")
+    theirs = [path for path in changed.split("\0") if path and not overlay.owner(path)]
+    for path in sorted({*theirs, *edits}):
+        if path not in edits or edits[path] != git.blob("HEAD", path):
+            raise StackError(
+                f"The patches would not give {path} as it is in {git.folder}: they "
+                "cannot hold its name, or a change of it."
+            )
+    with scratch(git.folder / ".git") as folder:
+        again = Git(folder)
+        again("init", "--quiet", f"--initial-branch={BRANCH}")
+        for path in edits:
+            write(folder / path, git.blob(BASE_TAG, path))
+        again("add", "--all", "--force")
+        again("commit", "--quiet", "--allow-empty", "--message=base", env=TOOL)
+        again("tag", BASE_TAG)
+        add_patches(again, parsed, Overlay(folder, {}))
+        given = patches_of(again, BASE_TAG, Overlay(folder, {}))
+    for name, text in patches.items():
+        if given.get(name) != text:
+            raise StackError(
+                f"{name} would not give its commit again: git am reads the author, the "
+                "message or a line of it otherwise (a carriage return, say)."
+            )
+
+
 def _changed_overlay(git: Git, overlay: Overlay) -> dict[str, bytes | None]:
     """Return the overlay's files that differ from what `create` put there."""
     changed = git("diff", "--name-only", "--no-renames", "-z", APPLIED_TAG, "HEAD")
@@ -439,7 +473,8 @@ def _changed_overlay(git: Git, overlay: Overlay) -> dict[str, bytes | None]:
         if entry and not entry.startswith("100644 "):
             path = entry.partition("\t")[2]
             raise StackError(f"{git.folder / path} {patchform.MODES}.")
-    return {path: _read(git.folder / path) for path in paths}
+    # Not from the folder, which may lack what is committed (a sparse checkout).
+    return {path: git.blob("HEAD", path) for path in paths}
 
 
 def _refuse_to_overwrite(
@@ -476,6 +511,8 @@ def replace_patches(
     """
     draft = folder.with_name(f".{folder.name}{DRAFT}")
     listing = series.listing(patches, source, folder)
+    if folder.is_symlink():
+        raise StackError(f"{folder} is a link; only a folder can be replaced at once.")
     if folder.exists() and not os.access(folder, os.W_OK):
         raise StackError(f"{folder} cannot be written to.")
     draft.mkdir(parents=True)
@@ -507,7 +544,7 @@ def clean(patches: Path) -> None:
     """Undo what a run that was killed has begun; no other must be at work."""
     root = patches.parent
     for left in (root / "build").glob(f"{SCRATCH}*"):
-        shutil.rmtree(left)
+        _remove(left)
     for top in Overlay.load(root).folders():
         for draft in top.rglob(f".*{FILE_DRAFT}"):
             draft.unlink()
@@ -516,7 +553,14 @@ def clean(patches: Path) -> None:
         if not folder.exists():
             former.rename(folder)
     for draft in [*patches.glob(f".*{DRAFT}"), *patches.glob(f".*{FORMER}")]:
-        shutil.rmtree(draft)
+        _remove(draft)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _exchange(one: Path, other: Path) -> None:

@@ -43,6 +43,8 @@ def _pip_settings(variables: frozenset[tuple[str, str]]) -> dict[str, str]:
         [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
         text=True,
+        # Told to be quiet it lists nothing.
+        env=os.environ | {"PIP_QUIET": "0"},
     )
     if listing.returncode:
         raise StackError(
@@ -65,6 +67,12 @@ def package_finder() -> PackageFinder:
         os.environ.setdefault("SSL_CERT_FILE", settings["cert"])
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         indexes = []
+        if not settings.get("find-links", "").split():
+            # unearth would take its default.
+            raise StackError(
+                "pip is configured to use no index, and has no find-links either, so "
+                "nothing can be fetched."
+            )
     else:
         # Sources that are given replace unearth's default, also where they are
         # only additions to it, so the default has to be given too.
@@ -115,6 +123,8 @@ def packages(project: str) -> list[Package]:
     """Return all files that the package indexes have of the project."""
     try:
         return list(package_finder().find_all_packages(project, allow_yanked=True))
+    except StackError:
+        raise
     except Exception as e:
         raise StackError(
             f"The package index could not be searched for {project}: {e}"
@@ -132,31 +142,29 @@ def _download(distribution: Distribution, folder: Path) -> Path:
             f"{distribution.file} is on none of the package indexes that pip is "
             "configured to use."
         )
-    try:
-        return download(links[0], folder, {"sha256": [distribution.sha256]})
-    except HashMismatchError as e:
-        raise StackError(
-            f"{distribution.file} from the package index is not the pinned file: its "
-            f"sha256 is {e.actual['sha256']}, patches/upstream.toml has "
-            f"{distribution.sha256}."
-        ) from e
+    return download(links[0], folder, distribution.sha256)
 
 
-def download(
-    link: Link, folder: Path, hashes: dict[str, list[str]] | None = None
-) -> Path:
+def download(link: Link, folder: Path, pinned: str | None = None) -> Path:
     """Put the file into the folder.
 
-    Raises:
-        HashMismatchError: If it has none of the hashes.
-        StackError: If it cannot be had.
+    Args:
+        link: Where it is.
+        folder: Where to.
+        pinned: Its sha256; None for what the index says, if anything.
 
     """
     print(f"Downloading {link.filename}", file=sys.stderr, flush=True)
+    hashes = {"sha256": [pinned]} if pinned else None
     try:
         found = package_finder().download(link, folder, hashes=hashes)
-    except HashMismatchError:
-        raise
+    except HashMismatchError as e:
+        (name,) = e.expected
+        whose = "patches/upstream.toml" if pinned else "the index itself"
+        raise StackError(
+            f"{link.filename} from the package index is not what it should be: its "
+            f"{name} is {e.actual[name]}, {whose} has {', '.join(e.expected[name])}."
+        ) from e
     except Exception as e:
         raise StackError(f"{link.filename} could not be downloaded: {e}") from e
     # A file of a local index is not copied by unearth, but named where it lies.

@@ -2,11 +2,13 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """What a patch has to be, beyond applying."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from unidiff import Hunk, PatchedFile
+from unidiff.patch import Line
 
 from . import patchform, pins, series
 from .errors import StackError
@@ -61,7 +63,7 @@ def _problems(patch: Patch) -> Iterator[str]:
                 f"adds {file.added} lines to {file.path}, more than "
                 f"{MAX_ADDED_LINES}, and gives no Size-Reason."
             )
-        if file.is_added_file:
+        if series.is_added(file):
             yield f"adds {file.path}: a new file belongs to the overlay."
         yield from _position_problems(file)
         for hunk in file:
@@ -90,8 +92,22 @@ def _line_problems(path: str, hunk: Hunk) -> Iterator[str]:
     added = [line.value for line in hunk if line.is_added]
     if not "".join(removed + added).strip():
         yield f"the hunk at {hunk.source_start} of {path} changes only blank lines."
-    elif _code(path, removed) == _code(path, added):
+    elif any(_changes_no_code(path, run) for run in _runs(hunk)):
         yield f"the hunk at {hunk.source_start} of {path} changes no code."
+
+
+def _runs(hunk: Hunk) -> Iterator[list[Line]]:
+    """Yield the lines that are changed one after the other."""
+    for is_context, lines in itertools.groupby(hunk, lambda line: line.is_context):
+        if not is_context:
+            yield list(lines)
+
+
+def _changes_no_code(path: str, run: list[Line]) -> bool:
+    removed = [line.value for line in run if line.is_removed]
+    added = [line.value for line in run if line.is_added]
+    # Blank lines and comments alone may belong to what the rest of the hunk does.
+    return bool(removed and added) and _code(path, removed) == _code(path, added)
 
 
 def _code(path: str, lines: list[str]) -> str:

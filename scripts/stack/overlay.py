@@ -33,6 +33,8 @@ def _is_path(value: object) -> bool:
         isinstance(value, str)
         and bool(PurePosixPath(value).parts)
         and not PurePosixPath(value).is_absolute()
+        and ".." not in PurePosixPath(value).parts
+        and not any("**" in part and part != "**" for part in value.split("/"))
     )
 
 

@@ -77,10 +77,16 @@ def load_base(root: Path, version: str | None = None) -> Base:
                 for machine, pin in table.get(device, {}).items()
             },
             root / "patches" / version,
-            frozenset(table.get("replaces", ())),
+            frozenset(_paths(table.get("replaces", []))),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise StackError(f"patches/upstream.toml cannot be used: {e!r}.") from e
+
+
+def _paths(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"replaces is {value!r}, not a list of paths")
+    return value
 
 
 def versions(root: Path) -> list[str]:

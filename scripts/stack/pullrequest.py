@@ -7,6 +7,7 @@ what only matters here. The mails are applied to the base again, and upstream's 
 checks, as far as they need no network, run on the result.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -50,18 +51,23 @@ class Identity:
     @classmethod
     def of_user(cls, folder: Path) -> "Identity":
         """Return who the user's git says he is; he signs the mails off."""
-
-        def setting(name: str) -> str:
-            command = ["git", "config", "--get", f"user.{name}"]
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-            if not done.stdout.strip():
-                raise StackError(
-                    f"git has no user.{name}, which the sign-off needs: set it with "
-                    f"`git config --global user.{name} ...`."
-                )
-            return done.stdout.strip()
-
-        return cls(setting("name"), setting("email"))
+        # Not whom git would make up of the machine's names; nor another repository's.
+        command = ["git", "-c", "user.useConfigOnly=true", "var", "GIT_COMMITTER_IDENT"]
+        elsewhere = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE")
+        env = {k: v for k, v in os.environ.items() if k not in elsewhere}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True)
+        try:
+            found = re.match(r"(.+) <(.+)> \d+ ", done.stdout.decode())
+        except UnicodeDecodeError:
+            raise StackError("The name that git has of you is not UTF-8.") from None
+        if done.returncode or not found:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise StackError(
+                "git does not say who you are, which the sign-off needs: "
+                f"{said[-1] if said else 'no name or no address'}. `git config "
+                "--global user.name ...` and `user.email` set it."
+            )
+        return cls(*found.groups())
 
     @property
     def committer(self) -> dict[str, str]:

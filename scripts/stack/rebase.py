@@ -353,6 +353,12 @@ def _prepare(root: Path, git: Git, source: Base, target: Base) -> State:
     old = None
     if made_of and made_of.version == source.version:
         old = _from_history(root, source, made_of, new)
+        if old is None:
+            print(
+                f"What patches/{target.version} was made of is not in the history of "
+                "this repository: all patches are merged anew.",
+                file=sys.stderr,
+            )
     wanted = None
     if old is not None:
         # What the patches touch is enough where no file can have moved.

@@ -214,10 +214,19 @@ def apply(
     return changed
 
 
+def is_added(file: PatchedFile) -> bool:
+    # unidiff takes a file that was empty for one that was not there.
+    return file.source_file == "/dev/null"
+
+
+def is_removed(file: PatchedFile) -> bool:
+    return file.target_file == "/dev/null"
+
+
 def _apply_file(file: PatchedFile, before: bytes | None) -> bytes | None:
     if file.is_rename or file.is_binary_file:
         raise ValueError("renames and binary changes are not supported")
-    if file.is_added_file != (before is None):
+    if is_added(file) != (before is None):
         raise ValueError(
             "the base has no such file"
             if before is None
@@ -242,7 +251,7 @@ def _apply_file(file: PatchedFile, before: bytes | None) -> bytes | None:
         if len(result) != hunk.target_start - (1 if new else 0) + len(new):
             raise ValueError(f"the hunk at {hunk.source_start} is misnumbered")
     result += lines[done:]
-    if file.is_removed_file:
+    if is_removed(file):
         if result:
             raise ValueError("the file to be deleted has other lines as well")
         return None

@@ -108,6 +108,7 @@ def _run_problems(stack: _Stack) -> list[str]:
         task = {
             "tree": str(package_tree(stack.base)),
             "edited": edited,
+            "deleted": [path for path, data in stack.edits.items() if data is None],
             "overlay": {path: str(file) for path, file in stack.overlay.items()},
         }
         try:

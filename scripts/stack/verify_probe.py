@@ -2,8 +2,9 @@
 # SPDX-FileCopyrightText: Copyright contributors to the vLLM project
 """Imports a fork of one base and sends messages; `verify` runs it in a process.
 
-Reads a task (JSON) on stdin: the base's package tree, and the files, by path, that
-the patches and the overlay put into it. Prints the problems as a JSON list.
+Reads a task (JSON) on stdin: the base's package tree, the files, by path, that the
+patches and the overlay put into it, and those that the patches delete. Prints the
+problems as a JSON list.
 """
 
 import hashlib
@@ -24,8 +25,9 @@ FLAG = "--enable-shm-tensor-arena"
 class ForkFinder(MetaPathFinder):
     """Finds the fork's files; all others come from the base's tree."""
 
-    def __init__(self, files: dict[str, str]):
+    def __init__(self, files: dict[str, str], deleted: list[str]):
         self.files = files
+        self.deleted = deleted
 
     def find_spec(self, fullname, path=None, target=None):
         name = fullname.replace(".", "/")
@@ -35,6 +37,10 @@ class ForkFinder(MetaPathFinder):
                 folder = [str(Path(file).parent)] if "__init__" in candidate else None
                 return importlib.util.spec_from_file_location(
                     fullname, file, submodule_search_locations=folder
+                )
+            if candidate in self.deleted:
+                raise ModuleNotFoundError(
+                    f"No module named {fullname!r}, which a patch deletes"
                 )
         return None
 
@@ -156,7 +162,8 @@ def needs_what_is_missing(path: str) -> bool:
 def main() -> None:
     task = json.load(sys.stdin)
     sys.path.insert(0, task["tree"])
-    sys.meta_path.insert(0, ForkFinder(task["edited"] | task["overlay"]))
+    files = task["edited"] | task["overlay"]
+    sys.meta_path.insert(0, ForkFinder(files, task["deleted"]))
     found = []
     for path in task["edited"]:
         if needs_what_is_missing(path):

@@ -5,6 +5,7 @@
 import csv
 import io
 import stat
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
     found = []
     try:
         with BaseWheel(base_file) as base, WheelFile(wheel) as built:
+            _require_plain(built)
             edits = fork.edits(base.get)
             info = f"vllm-{fork.version}.dist-info/"
             before = {
@@ -58,11 +60,11 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
             for path in sorted(before.keys() | after.keys()):
                 old = base.read(before[path]) if path in before else None
                 new = built.read(path) if path in after else None
-                modes = [
-                    m[path].external_attr >> 16 for m in (before, after) if path in m
-                ]
-                # RECORD is written anew; the rest is as the base has it.
+                # RECORD is written anew; what is added is as the base's other files.
                 is_record = path == info + "RECORD"
+                like = path if path in before else _model(info, path)
+                infos = [before[like], *([after[path]] if path in after else ())]
+                modes = [entry.external_attr >> 16 for entry in infos]
                 same_mode = is_record or modes[0] == modes[-1]
                 if old == new and same_mode:
                     continue
@@ -72,19 +74,44 @@ def compare(fork: Fork, base_file: Path, wheel: Path) -> list[Difference]:
                 if (
                     not same_mode
                     or stat.S_ISLNK(modes[-1])
-                    or (is_record and _listed(new) != set(after))
+                    or (is_record and _listed(new) != _sizes(built, path))
                 ):
                     why = None
                 found.append(Difference(path, kind, why))
-    # A hash in RECORD may be none, which is a ValueError.
-    except (BadZipFile, WheelError, ValueError) as e:
+    # What zipfile raises of data that was tampered with; a hash in RECORD may be none,
+    # which is a ValueError.
+    except (
+        *(BadZipFile, WheelError, ValueError),
+        *(zlib.error, RuntimeError, NotImplementedError, EOFError),
+    ) as e:
         raise StackError(f"{wheel} is not a sound wheel: {e}.") from e
     return found
 
 
-def _listed(record: bytes | None) -> set[str]:
+def _model(info: str, path: str) -> str:
+    return info + "METADATA" if path.startswith(info) else "vllm/__init__.py"
+
+
+def _listed(record: bytes | None) -> dict[str, str]:
     rows = csv.reader(io.StringIO((record or b"").decode()))
-    return {row[0] for row in rows if row}
+    return {row[0]: row[2] for row in rows if len(row) == 3}
+
+
+def _sizes(wheel: WheelFile, record: str) -> dict[str, str]:
+    """Return what RECORD has to say of the sizes; of itself nothing."""
+    return {
+        info.filename: "" if info.filename == record else str(info.file_size)
+        for info in wheel.infolist()
+    }
+
+
+def _require_plain(wheel: WheelFile) -> None:
+    """Refuse what not every reader of the zip would see."""
+    names = wheel.namelist()
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"it has {', '.join(twice)} twice")
+    if min((info.header_offset for info in wheel.infolist()), default=0):
+        raise ValueError("it has data before its first file")
 
 
 def _why(

@@ -122,7 +122,15 @@ def test_the_option_is_taken_out_of_the_arguments(argv, expected):
     assert base_tree.split_option(argv) == expected
 
 
-@pytest.mark.parametrize("argv", [["--base"], ["--base="]])
-def test_the_option_needs_a_version(argv):
-    with pytest.raises(StackError, match="needs a version"):
+@pytest.mark.parametrize(
+    ("argv", "reason"),
+    [
+        (["--base"], "needs a version"),
+        (["--base="], "needs a version"),
+        (["--base=", "tests"], "needs a version"),
+        (["--base", "0.32.0", "--base=0.33.0"], "can be given once"),
+    ],
+)
+def test_the_option_has_one_version(argv, reason):
+    with pytest.raises(StackError, match=reason):
         base_tree.split_option(argv)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stack import checkout, cli, fetch, pins
+from stack import checkout, cli, fetch, pins, series
 from stack.errors import StackError
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
@@ -81,6 +81,12 @@ def test_git_configuration_does_not_change_the_export(
     git(stack, "config", "diff.context", "9")
     git(stack, "config", "format.signature", "me")
     git(stack, "config", "diff.statGraphWidth", "5")
+    git(stack, "config", "diff.suppressBlankEmpty", "true")
+    git(stack, "config", "format.coverLetter", "true")
+    git(stack, "config", "format.from", "true")
+    git(stack, "config", "format.signOff", "true")
+    (tmp_path / "order").write_text("vllm/*\n")
+    git(stack, "config", "diff.orderFile", str(tmp_path / "order"))
     before = patch_files(project.base)
     export(project, stack)
 
@@ -227,6 +233,80 @@ def test_uncommitted_changes_are_not_lost(project, stack):
     with pytest.raises(StackError, match="changes that are not committed"):
         export(project, stack)
     assert patch_files(project.base) == before
+
+
+def author(name: str):
+    def do(stack: Path) -> None:
+        (stack / "vllm/other.py").write_text("mine\n")
+        git(stack, "commit", "--all", "--message=[Core] Mine", f"--author={name} <m@e>")
+
+    return do
+
+
+def verbatim_message(stack: Path) -> None:
+    (stack / "vllm/other.py").write_text("mine\n")
+    text = "[Core] It\n\nWhy.\n\n\n\nMore.\n"
+    git(stack, "commit", "--all", "--cleanup=verbatim", f"--message={text}")
+
+
+def carriage_return(stack: Path) -> None:
+    (stack / "vllm/other.py").write_bytes(b"other\nmine\r\n")
+    git(stack, "commit", "--all", "--message=[Core] Mine")
+
+
+def quoted_name(stack: Path) -> None:
+    (stack / "vllm/é.py").write_text("mine\n")
+    git(stack, "add", "--all")
+    git(stack, "commit", "--message=[Core] Mine")
+
+
+@pytest.mark.parametrize(
+    ("do", "reason"),
+    [
+        (author("m@me"), "would not give its commit again"),
+        (verbatim_message, "would not give its commit again"),
+        (carriage_return, "would not give its commit again"),
+        (quoted_name, r'would not give "vllm/\\303'),
+    ],
+)
+def test_what_a_patch_does_not_give_again_is_not_exported(project, stack, do, reason):
+    before = patch_files(project.base)
+    do(stack)
+
+    with pytest.raises(StackError, match=reason):
+        export(project, stack)
+    assert patch_files(project.base) == before
+
+
+@pytest.mark.parametrize("text", ["", "mine\n"])
+def test_a_file_that_is_emptied_or_was_empty(project, stack, text):
+    """Which to unidiff is one that is deleted, or was not there."""
+    path = "vllm/__init__.py" if text else "vllm/other.py"
+    (stack / path).write_text(text)
+    git(stack, "commit", "--all", "--message=[Core] Mine")
+    export(project, stack)
+
+    read = {name: data.encode() for name, data in project.upstream.items()}.get
+    assert series.apply(project.patches, read)[path] == text.encode()
+
+
+def test_a_folder_of_patches_that_is_a_link(project, stack, tmp_path):
+    before = patch_files(project.base)
+    project.base.patches.rename(tmp_path / "elsewhere")
+    project.base.patches.symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(StackError, match=r"1\.2\.3 is a link"):
+        export(project, stack)
+    assert patch_files(project.base) == before
+
+
+def test_what_looks_like_a_draft_is_cleared_whatever_it_is(project):
+    (project.root / "patches/.x.new").touch()
+    (project.root / "patches/.y.old").symlink_to("1.2.3")
+    project.write("build/.fork-x", "")
+
+    assert cli.main(project.root, ["apply"]) == 0
+    assert not list((project.root / "patches").glob(".*"))
 
 
 def test_two_commits_of_one_name(project, stack):
@@ -419,6 +499,38 @@ def test_our_files_come_back_as_they_were_changed(project, with_overlay):
     assert not (project.root / "tests/test_arena.py").exists()
     assert list(exported.removed) == ["tests/test_arena.py"]
     assert patch_files(project.base) == before
+
+
+def test_our_files_come_from_the_commit(project, with_overlay):
+    """The folder may lack them, or hold what git was told not to look at."""
+    (with_overlay / "vllm/arena.py").write_text("arena = 2\n")
+    (with_overlay / "tests/test_arena.py").write_text("tests\n")
+    git(with_overlay, "commit", "--all", "--fixup=:/Add a hook")
+    git(
+        with_overlay,
+        *("-c", "sequence.editor=:", "rebase", "--interactive", "--autosquash"),
+        "fork-base",
+    )
+    git(with_overlay, "update-index", "--assume-unchanged", "vllm/arena.py")
+    (with_overlay / "vllm/arena.py").write_text("arena = 3\n")
+    git(with_overlay, "update-index", "--skip-worktree", "tests/test_arena.py")
+    (with_overlay / "tests/test_arena.py").unlink()
+    export(project, with_overlay)
+
+    assert (project.root / "vllm/arena.py").read_text() == "arena = 2\n"
+    assert (project.root / "tests/test_arena.py").read_text() == "tests\n"
+
+
+def test_a_folder_in_place_of_our_file_is_not_lost(project, with_overlay):
+    git(with_overlay, "rm", "--quiet", "vllm/arena.py")
+    (with_overlay / "vllm/arena.py").mkdir()
+    (with_overlay / "vllm/arena.py/a.py").write_text("a = 1\n")
+    git(with_overlay, "add", "--all")
+    git(with_overlay, "commit", "--amend", "--no-edit")
+
+    with pytest.raises(StackError, match=r"would not give vllm/arena\.py/a\.py"):
+        export(project, with_overlay)
+    assert (project.root / "vllm/arena.py").read_text() == "arena = 1\n"
 
 
 def test_a_file_that_becomes_ours_moves_from_its_patch(project, with_overlay):

@@ -65,6 +65,18 @@ def script(project):
     return project.root / "scripts/fork"
 
 
+def test_an_environment_that_is_none_is_no_loop(project, script):
+    """Its Python does not know that it is of an environment."""
+    venv = project.root / ".venv"
+    venv.unlink()
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").symlink_to(Path(sys.executable).resolve())
+    # Ends: with what it was asked, or with what this Python lacks.
+    done = subprocess.run([script, "status"], capture_output=True, timeout=60)
+
+    assert b"Traceback" not in done.stderr
+
+
 def test_ctrl_c_while_it_loads_is_one_sentence(project, script):
     """Whatever of its modules is loaded then."""
     project.write(

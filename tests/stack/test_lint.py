@@ -44,7 +44,17 @@ def test_ownership_that_does_not_fit(project, make_patch, owners, problem):
     assert re.search(problem, found)
 
 
-@pytest.mark.parametrize("paths", ['"vllm"', "[3]", '[""]', '["/vllm/arena.py"]'])
+@pytest.mark.parametrize(
+    "paths",
+    [
+        '"vllm"',
+        "[3]",
+        '[""]',
+        '["../README.md"]',
+        '["vllm/**x.py"]',
+        '["/vllm/arena.py"]',
+    ],
+)
 def test_ownership_that_is_no_list_of_paths(project, make_patch, paths):
     project.add_patch(NAME, make_patch())
     project.write("patches/overlay.toml", f'"{NAME}" = {paths}')
@@ -103,6 +113,14 @@ def test_a_headings_underline_is_no_marker(project, make_patch, path, n_problems
     project.add_patch(NAME, text.replace("vllm/engine.py", path))
 
     assert len(lint.problems(project.base.patches)) == n_problems
+
+
+def test_a_layout_beside_a_hook_is_told(project, make_patch):
+    text = make_patch().replace(" line 12\n", "-line 12\n+line  12\n")
+    project.add_patch(NAME, text)
+
+    (problem,) = lint.problems(project.base.patches)
+    assert "the hunk at 7 of vllm/engine.py changes no code" in problem
 
 
 def test_two_hunks_that_overlap(project, make_patch):

@@ -125,12 +125,43 @@ def test_nothing_is_overwritten(small, tmp_path):
         create(small.base, small.overlay, tmp_path / "mails")
 
 
-def test_the_sign_off_needs_an_identity(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    for name in ("HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
-    with pytest.raises(StackError, match=r"git has no user\.name"):
-        Identity.of_user(tmp_path)
+    for name in ("NAME", "EMAIL"):
+        monkeypatch.delenv(f"GIT_COMMITTER_{name}", raising=False)
+    monkeypatch.delenv("EMAIL", raising=False)
+    return tmp_path
 
-    (tmp_path / ".gitconfig").write_text("[user]\nname = S Ender\nemail = s@e.org\n")
-    assert Identity.of_user(tmp_path) == Identity("S Ender", "s@e.org")
+
+def test_the_sign_off_needs_an_identity(home):
+    with pytest.raises(StackError, match="git does not say who you are"):
+        Identity.of_user(home)
+
+    (home / ".gitconfig").write_text("[user]\nname = S Ender\nemail = s@e.org\n")
+    assert Identity.of_user(home) == Identity("S Ender", "s@e.org")
+
+
+def test_the_identity_is_gits(home, monkeypatch):
+    """As git takes it: here the environment comes before the files."""
+    (home / ".gitconfig").write_text("[user]\nname = S Ender\nemail = s@e.org\n")
+    monkeypatch.setenv("GIT_COMMITTER_NAME", "C Ommitter")
+    monkeypatch.setenv("GIT_DIR", str(home / "elsewhere"))
+
+    assert Identity.of_user(home) == Identity("C Ommitter", "s@e.org")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (b"[user]\nname = S\xf8lve\nemail = s@e.org\n", "is not UTF-8"),
+        (b"[user\n", "bad config"),
+    ],
+)
+def test_an_identity_that_is_no_text(home, text, reason):
+    (home / ".gitconfig").write_bytes(text)
+
+    with pytest.raises(StackError, match=reason):
+        Identity.of_user(home)

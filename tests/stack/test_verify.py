@@ -119,6 +119,26 @@ def test_a_module_that_cannot_be_imported(api):
     assert "No module named 'gone'" in problem
 
 
+def test_a_module_that_is_deleted_is_missed(api):
+    """By a module that the patches change; the base's tree has it still."""
+    project = api.project
+    project.upstream["vllm/user.py"] = "import vllm.other\n"
+    project.release("1.2.3", project.upstream)
+    project.pin()
+    checkout.create(
+        project.base, fetch.fetch(project.base.sdist), api.folder, project.overlay
+    )
+    git = checkout.opened(api.folder)
+    (api.folder / "vllm/other.py").unlink()
+    (api.folder / "vllm/user.py").write_text("import vllm.other\nuser = 1\n")
+    git("commit", "--all", "--message=[Core] It", env=checkout.TOOL)
+    checkout.export(project.base, api.folder, project.overlay)
+
+    (problem,) = verify.problems(project.root, project.base)
+    assert "vllm/user.py cannot be imported" in problem
+    assert "'vllm.other', which a patch deletes" in problem
+
+
 def test_a_patch_that_is_not_python(api):
     base = api.commit(api.BEFORE + "call(\n")
 

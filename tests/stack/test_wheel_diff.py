@@ -119,6 +119,8 @@ def tampered(path: Path, name: str, mode: int, record: tuple[bytes, bytes]) -> P
         ("vllm/other.py", stat.S_IFREG | 0o777, "changed vllm/other.py"),
         ("vllm/other.py", stat.S_IFLNK | 0o644, "changed vllm/other.py"),
         ("vllm/arena.py", stat.S_IFLNK | 0o644, "added vllm/arena.py"),
+        ("vllm/arena.py", stat.S_IFREG | 0o4777, "added vllm/arena.py"),
+        (f"{INFO}/fork.json", stat.S_IFREG | 0o777, f"added {INFO}/fork.json"),
     ],
 )
 def test_a_mode_that_the_base_has_not_is_told(project, built, name, mode, difference):
@@ -133,6 +135,47 @@ def test_a_record_of_more_than_the_files_is_told(project, built):
     found = compare(project, tampered(built, "", 0, record))
 
     assert [d for d, why in found.items() if why is None] == [f"changed {INFO}/RECORD"]
+
+
+def test_a_record_of_other_sizes_is_told(project, built):
+    found = compare(project, tampered(built, "", 0, (b",10\n", b",11\n")))
+
+    assert [d for d, why in found.items() if why is None] == [f"changed {INFO}/RECORD"]
+
+
+def twice(path: Path) -> None:
+    with pytest.warns(UserWarning), ZipFile(path, "a") as file:
+        file.writestr("vllm/other.py", "evil = 1\n")
+
+
+def prefixed(path: Path) -> None:
+    path.write_bytes(b"evil" * 20 + path.read_bytes())
+
+
+def overwritten(path: Path) -> None:
+    with ZipFile(path) as file:
+        info = file.getinfo("vllm/engine.py")
+    data = bytearray(path.read_bytes())
+    start = info.header_offset + 30 + len(info.filename)
+    data[start : start + info.compress_size] = b"\xff" * info.compress_size
+    path.write_bytes(data)
+
+
+def encrypted(path: Path) -> None:
+    data = path.read_bytes()
+    # The flags of a local and of a central header.
+    for mark, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+        at = data.index(mark) + offset
+        data = data[:at] + b"\1" + data[at + 1 :]
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("tamper", [twice, prefixed, overwritten, encrypted])
+def test_a_zip_that_not_all_read_alike(project, built, tamper):
+    tamper(built)
+
+    with pytest.raises(StackError, match="is not a sound wheel"):
+        compare(project, built)
 
 
 def test_a_record_whose_hash_is_none(project, built):
