@@ -6,6 +6,7 @@ import csv
 import io
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,8 +108,8 @@ def _sizes(wheel: WheelFile, record: str) -> dict[str, str]:
 
 def _require_plain(wheel: WheelFile) -> None:
     """Refuse what not every reader of the zip would see."""
-    names = wheel.namelist()
-    if twice := sorted({name for name in names if names.count(name) > 1}):
+    counts = Counter(wheel.namelist())
+    if twice := [name for name, count in counts.items() if count > 1]:
         raise ValueError(f"it has {', '.join(twice)} twice")
     if min((info.header_offset for info in wheel.infolist()), default=0):
         raise ValueError("it has data before its first file")
