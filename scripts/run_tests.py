@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from types import FrameType
 
 import interrupts
-from stack.errors import StackError, sentence
+from stack.errors import StackError, told
 
 ROOT = Path(__file__).resolve().parent.parent
 SELECTION = ROOT / "tests" / "upstream" / "selection.toml"
@@ -236,21 +236,17 @@ def run(argv: list[str], folder: Path, scratch: Path) -> int:
     return 1 if failed or nothing_ran else 0
 
 
-def main() -> int:
+def _main() -> int:
     folder = Path.cwd()
     # Where pytest looks for the overlay's neighbours, the fork must be found,
     # and not what lies in the current folder.
     os.chdir(ROOT)
-    with interrupts.installed():
-        try:
-            with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
-                return run(sys.argv[1:], folder, Path(scratch))
-        except (StackError, OSError) as e:
-            print(f"error: {sentence(e)}", file=sys.stderr)
-            return 1
-        except interrupts.Interrupted as interrupt:
-            print(f"error: stopped by {interrupt}.", file=sys.stderr)
-            return interrupt.exit_status
+    with tempfile.TemporaryDirectory(prefix="vllm-fork-tests-") as scratch:
+        return run(sys.argv[1:], folder, Path(scratch))
+
+
+def main() -> int:
+    return told(_main)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ MIN_ABOVE = 4
 Values = dict[str, list[float]]
 
 
-def difference(a: list[float], b: list[float], percentile: float = 50) -> str:
+def difference(a: list[float], b: list[float], percentile: float) -> str:
     """Of a percentile of two arms, in ms, with a 95 % interval; "none" where that
     spans zero."""
 

@@ -3,12 +3,9 @@
 """The command line of scripts/fork."""
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import interrupts
 
 from . import (
     checkout,
@@ -25,30 +22,13 @@ from . import (
     verify,
     wheel_diff,
 )
-from .errors import StackError, sentence
+from .errors import StackError, told
 from .fork import Fork
 from .overlay import Overlay
 
 
 def main(root: Path, argv: list[str]) -> int:
-    with interrupts.installed():
-        return _told(root, argv)
-
-
-def _told(root: Path, argv: list[str]) -> int:
-    """Run; whatever goes wrong is one sentence."""
-    try:
-        return _run(root, argv)
-    except BrokenPipeError:
-        # Whoever read the output has enough of it.
-        sys.stderr.close()
-        return 1
-    except (StackError, OSError) as e:
-        print(f"error: {sentence(e)}", file=sys.stderr)
-        return 1
-    except interrupts.Interrupted as interrupt:
-        print(f"error: stopped by {interrupt}.", file=sys.stderr)
-        return interrupt.exit_status
+    return told(lambda: _run(root, argv))
 
 
 Verb = Callable[[Path, argparse.Namespace], int]

@@ -95,7 +95,7 @@ def _model(info: str, path: str) -> str:
 
 def _listed(record: bytes | None) -> dict[str, str]:
     rows = csv.reader(io.StringIO((record or b"").decode()))
-    return {row[0]: row[2] for row in rows if len(row) == 3}
+    return {path: size for path, _, size in rows}
 
 
 def _sizes(wheel: WheelFile, record: str) -> dict[str, str]:

@@ -72,8 +72,8 @@ def test_difference_is_none_where_its_interval_spans_zero():
     from serving_bench.report import difference
 
     slow, fast = [100.0 + i % 7 for i in range(40)], [80.0 + i % 7 for i in range(40)]
-    assert difference(fast, slow).startswith("-20 [")
-    assert difference(fast, fast[::-1]).startswith("none [")
+    assert difference(fast, slow, 50).startswith("-20 [")
+    assert difference(fast, fast[::-1], 50).startswith("none [")
 
 
 def test_few_rounds_give_no_interval():

@@ -156,10 +156,13 @@ def test_only_the_branch_is_exported(project, stack, where):
     assert patch_files(project.base) == before
 
 
-def message(text: str):
+def message(text: str, *options: str):
     def do(stack: Path) -> None:
         (stack / "vllm/other.py").write_text("mine\n")
-        git(stack, "commit", "--all", "--allow-empty-message", f"--message={text}")
+        git(
+            *(stack, "commit", "--all", "--allow-empty-message"),
+            *(f"--message={text}", *options),
+        )
 
     return do
 
@@ -235,25 +238,6 @@ def test_uncommitted_changes_are_not_lost(project, stack):
     assert patch_files(project.base) == before
 
 
-def author(name: str):
-    def do(stack: Path) -> None:
-        (stack / "vllm/other.py").write_text("mine\n")
-        git(stack, "commit", "--all", "--message=[Core] Mine", f"--author={name} <m@e>")
-
-    return do
-
-
-def verbatim_message(stack: Path) -> None:
-    (stack / "vllm/other.py").write_text("mine\n")
-    text = "[Core] It\n\nWhy.\n\n\n\nMore.\n"
-    git(stack, "commit", "--all", "--cleanup=verbatim", f"--message={text}")
-
-
-def carriage_return(stack: Path) -> None:
-    (stack / "vllm/other.py").write_bytes(b"other\nmine\r\n")
-    git(stack, "commit", "--all", "--message=[Core] Mine")
-
-
 def quoted_name(stack: Path) -> None:
     (stack / "vllm/é.py").write_text("mine\n")
     git(stack, "add", "--all")
@@ -263,9 +247,15 @@ def quoted_name(stack: Path) -> None:
 @pytest.mark.parametrize(
     ("do", "reason"),
     [
-        (author("m@me"), "would not give its commit again"),
-        (verbatim_message, "would not give its commit again"),
-        (carriage_return, "would not give its commit again"),
+        (
+            message("[Core] Mine", "--author=m@me <m@e>"),
+            "would not give its commit again",
+        ),
+        (
+            message("[Core] It\n\nWhy.\n\n\n\nMore.\n", "--cleanup=verbatim"),
+            "would not give its commit again",
+        ),
+        (content(b"other\nmine\r\n"), "would not give its commit again"),
         (quoted_name, r'would not give "vllm/\\303'),
     ],
 )
